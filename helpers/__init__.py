@@ -1,0 +1,1 @@
+"""What the notebooks share and what would distract in them. The ideas themselves are code in the notebooks."""
