@@ -8,6 +8,7 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433)
 Microscaling Formats specification v1.0 for E8M0 and E2M1. Rounding is torch's wherever torch has the format.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -48,24 +49,31 @@ E2M1 = Format("E2M1", 2, 1, 1, 6.0, 1.0, 0.5, None)
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E8M0, E2M1)}
 
 
+def check_dtype(x: Tensor) -> None:
+    """Raises ValueError unless `x` is float32, bfloat16 or float16: the rest would be rounded on the way to float32."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"got a tensor of {x.dtype}; allowed are float32, bfloat16 and float16: convert it first, with x.float()")
+
+
 def as_float32(x: Tensor | float) -> Tensor:
-    """`x` as float32, exactly. Raises ValueError for integer and float64 tensors, which float32 would round first."""
-    if isinstance(x, Tensor) and x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"got a tensor of {x.dtype}; allowed are float32, bfloat16 and float16: convert it first, with x.float()"
-        )
+    """`x` as float32, exactly. Raises ValueError for tensors that float32 cannot hold."""
+    if isinstance(x, Tensor):
+        check_dtype(x)
     return torch.as_tensor(x, dtype=torch.float32)
 
 
+def power_of_two_below(x: Tensor) -> Tensor:
+    """The largest power of two <= |x|, by clearing float32's sign and mantissa bits. 0 for its denormals, inf for NaN."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
 def spacing(x: Tensor | float, fmt: Format) -> Tensor:
-    """Distance between neighbouring values of `fmt` at |x|, float32, shape of `x`.
+    """Distance between neighbouring values of `fmt` at |x|, float32, shape of `x`. Of NaN it means nothing.
 
     It doubles with each power of two; below `min_normal` it stays `min_subnormal`, beyond `max` it stays as at `max`.
     """
-    magnitude = as_float32(x).abs().clamp(fmt.min_normal, fmt.max)
-    exponent = torch.frexp(magnitude).exponent - 1  # frexp puts the mantissa in [0.5, 1), we want [1, 2)
-    one = magnitude / magnitude  # or NaN
-    return torch.ldexp(one, exponent - fmt.mantissa_bits)
+    step = power_of_two_below(as_float32(x).clamp(-fmt.max, fmt.max)) * 2.0**-fmt.mantissa_bits
+    return step.clamp(min=fmt.min_subnormal)
 
 
 def quantize(x: Tensor | float, fmt: Format) -> Tensor:
@@ -80,7 +88,7 @@ def quantize(x: Tensor | float, fmt: Format) -> Tensor:
     # Clamp first: what a cast makes of 500 in E4M3 differs between torch versions (NaN in 2.11, 448 in 2.13).
     x = x.clamp(-fmt.max if fmt.signed else fmt.min_normal, fmt.max)
     if fmt.dtype is not None:
-        return x.to(fmt.dtype).float()
+        return decode(x.to(fmt.dtype).view(torch.uint8), fmt)
     step = spacing(x, fmt)
     return torch.round(x / step) * step  # torch.round goes to the even multiple, which is the even mantissa
 
@@ -91,25 +99,28 @@ def encode(x: Tensor | float, fmt: Format) -> Tensor:
     if fmt.dtype is not None:
         return value.to(fmt.dtype).view(torch.uint8)
     value = value.nan_to_num(nan=fmt.max)
-    magnitudes = decode(torch.arange(8, dtype=torch.uint8, device=value.device), fmt)
-    magnitude_code = torch.bucketize(value.abs(), magnitudes)
+    magnitude_code = torch.bucketize(value.abs(), _value_table(fmt, value.device)[:8])
     return (magnitude_code + 8 * torch.signbit(value)).to(torch.uint8)
 
 
+@functools.cache
+def _value_table(fmt: Format, device: torch.device) -> Tensor:
+    """The value of every code of `fmt`, in the codes' order. Looking values up is 3 times faster than torch's cast on a CPU."""
+    codes = torch.arange(2**fmt.bits, dtype=torch.uint8)
+    if fmt.dtype is not None:
+        return codes.view(fmt.dtype).float().to(device)
+    exponent, mantissa = codes >> 1 & 3, (codes & 1) / 2  # E2M1
+    magnitude = torch.where(exponent == 0, mantissa, torch.ldexp(1 + mantissa, exponent.int() - fmt.bias))
+    return torch.where(codes < 8, magnitude, -magnitude).to(device)
+
+
 def decode(codes: Tensor, fmt: Format) -> Tensor:
-    """Values of `codes` (uint8), float32, same shape. Raises ValueError for other dtypes and codes of more bits."""
+    """Values of `codes` (uint8), float32, same shape. Raises ValueError for other dtypes and for codes of too many bits."""
     if codes.dtype != torch.uint8:
         raise ValueError(f"got codes of {codes.dtype}; a code is a torch.uint8")
-    if fmt.dtype is not None:
-        return codes.view(fmt.dtype).float()
-    if codes.numel() and codes.max() >= 2**fmt.bits:
-        raise ValueError(
-            f"got code {codes.max().item()}; {fmt.name} has {fmt.bits} bits, so codes 0 to {2**fmt.bits - 1}"
-        )
-    sign = 1.0 - 2.0 * (codes >> 3).float()
-    exponent, mantissa = (codes >> 1 & 3).int(), (codes & 1).float()
-    normal = torch.ldexp(1 + mantissa / 2, exponent - fmt.bias)
-    return sign * torch.where(exponent == 0, mantissa / 2, normal)
+    if fmt.bits < 8 and codes.numel() and codes.max() >= 2**fmt.bits:
+        raise ValueError(f"got code {codes.max().item()}; {fmt.name} has {fmt.bits} bits, so codes 0 to {2**fmt.bits - 1}")
+    return _value_table(fmt, codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 def split_bits(code: int, fmt: Format) -> tuple[str, str, str]:

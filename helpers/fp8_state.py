@@ -2,7 +2,8 @@
 
 TE keeps them in `module.fp8_meta["scaling_fwd" | "scaling_bwd"]`: `scale` (columns,) and `amax_history` (length, columns),
 three columns a GEMM forward (input, weight, output) and two backward (grad_output, grad_input). A `LayerNormMLP` holds two
-GEMMs, so its second one (fc2) has columns 3 to 5 forward and 2 to 3 backward. The emulator keeps the same tensors a layer.
+GEMMs, so its second one (fc2) has columns 3 to 5 forward and 2 to 3 backward. The emulator's layers hold one GEMM each and keep
+the same tensors under the same keys, so everything here reads both kinds alike.
 The output and grad_input columns are never used by these layers: scale 1, amax 0.
 """
 
@@ -63,11 +64,12 @@ def load_delayed_state(model, saved: dict[str, torch.Tensor]) -> None:
             tensor.copy_(saved[name])
 
 
-def fp8_state(model, hybrid: bool = True) -> pd.DataFrame:
+def fp8_state(model, recipe=None) -> pd.DataFrame:
     """One row a tensor that is quantized: layer, role, format, scale, newest amax, largest amax in the history, staging row.
 
     `amax newest` is the last row of the history. Row 0, `amax staged`, is where the next step's amax is collected; it is
-    zeroed at each update, which is why printing `amax_history[0]` shows zeros.
+    zeroed at each update, which is why printing `amax_history[0]` shows zeros. The column `format` is there if `recipe`
+    is given, the one that the model ran under (TE's or the emulator's). Empty if the model keeps no such state.
     """
     rows = []
     state = delayed_state(model)
@@ -75,15 +77,16 @@ def fp8_state(model, hybrid: bool = True) -> pd.DataFrame:
         if not name.endswith(".scale"):
             continue
         layer, direction, _ = name.rsplit(".", 2)
-        roles = FORWARD_ROLES if direction == "scaling_fwd" else BACKWARD_ROLES
+        backward = direction == "scaling_bwd"
         scale, history = state[name].tolist(), state[name.removesuffix("scale") + "amax_history"].cpu()
-        for column, role in enumerate(roles):
+        for column, role in enumerate(BACKWARD_ROLES if backward else FORWARD_ROLES):
             if role in USED_ROLES:
+                row = {"layer": layer, "role": role}
+                if recipe is not None:
+                    row["format"] = "E5M2" if backward and recipe.fp8_format.name == "HYBRID" else "E4M3"
                 rows.append(
-                    {
-                        "layer": layer,
-                        "role": role,
-                        "format": "E5M2" if hybrid and direction == "scaling_bwd" else "E4M3",
+                    row
+                    | {
                         "scale": scale[column],
                         "amax newest": history[-1, column].item(),
                         "amax max": history[:, column].max().item(),

@@ -9,6 +9,8 @@ from helpers.precision import Precision
 
 def check_prompts(prompts: torch.Tensor, config) -> None:
     """Raises ValueError for prompts the model cannot take: (n, length) of token ids, length 1 to seq_len."""
+    if prompts.dtype != torch.int64:
+        raise ValueError(f"prompts of dtype {prompts.dtype} given; token ids are torch.int64")
     if prompts.ndim != 2 or prompts.shape[1] == 0 or prompts.shape[0] == 0:
         raise ValueError(
             f"prompts of shape {tuple(prompts.shape)} given; (number, length) with at least one of each is needed"

@@ -8,12 +8,14 @@ This is the only module that reads environment variables:
     WORKSHOP_PRESET   picks the model's size
 """
 
+import ctypes
 import importlib
 import json
 import os
 import platform
 import subprocess
 import sys
+import warnings
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from html import escape
@@ -169,7 +171,9 @@ def import_te():
     submodule that is imported.
     """
     try:
-        te = importlib.import_module("transformer_engine.pytorch")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected a Jax installation")  # TE looks for its JAX half too
+            te = importlib.import_module("transformer_engine.pytorch")
         version = importlib.import_module("transformer_engine").__version__
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("transformer_engine"):
@@ -228,6 +232,14 @@ def driver_version() -> str | None:
         return None
 
 
+def cudnn_version() -> int:
+    """The cuDNN that is loaded, as 91400 for 9.14.0. Torch refuses to say when TE brought another than torch was built with."""
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError:
+        return ctypes.CDLL("libcudnn.so.9").cudnnGetVersion()
+
+
 def from_environment(name: str, allowed: tuple[str, ...], default: str) -> str:
     value = os.environ.get(name) or default
     if value not in allowed:
@@ -239,7 +251,8 @@ def from_environment(name: str, allowed: tuple[str, ...], default: str) -> str:
 def _facts() -> dict:
     """What does not depend on the environment variables; slow with a GPU (importing TE takes seconds), so done once a process."""
     no_gpu = why_no_gpu()
-    te, te_version = import_te()
+    te, te_version = import_te()  # before torch loads its own cuDNN: where the system has another, only this order works
+    cudnn = None if no_gpu else cudnn_version()
     te_reason = "" if te else te_version
     capability = None if no_gpu else torch.cuda.get_device_capability()
     if no_gpu:
@@ -250,7 +263,6 @@ def _facts() -> dict:
         recipes = dict.fromkeys(RECIPES, te_reason if not no_gpu else f"no GPU: {no_gpu}")
     else:
         recipes = {name: prove(te, name) for name in RECIPES}
-    cudnn = torch.backends.cudnn.version() if not no_gpu else None
     return {
         "device": "cpu" if no_gpu else "cuda",
         "device_reason": no_gpu,

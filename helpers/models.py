@@ -58,17 +58,18 @@ class Preset:
     batch: int
     benchmark_batch: int
     steps: int  # after which the arithmetic sequences are solved
+    lr: float  # AdamW's learning rate
 
 
 PRESETS = {
     "laptop": Preset(
-        GPTConfig(d_model=128, n_layers=2, n_heads=4, seq_len=64), batch=16, benchmark_batch=16, steps=150
+        GPTConfig(d_model=128, n_layers=2, n_heads=4, seq_len=64), batch=16, benchmark_batch=16, steps=150, lr=1e-3
     ),
     "compact": Preset(
-        GPTConfig(d_model=768, n_layers=4, n_heads=12, seq_len=256), batch=16, benchmark_batch=32, steps=150
+        GPTConfig(d_model=768, n_layers=4, n_heads=12, seq_len=256), batch=16, benchmark_batch=32, steps=150, lr=6e-4
     ),
     "scale_up": Preset(
-        GPTConfig(d_model=2048, n_layers=12, n_heads=16, seq_len=256), batch=16, benchmark_batch=32, steps=150
+        GPTConfig(d_model=2048, n_layers=12, n_heads=16, seq_len=256), batch=16, benchmark_batch=32, steps=150, lr=3e-4
     ),
 }
 

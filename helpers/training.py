@@ -20,7 +20,6 @@ from helpers.fp8_state import delayed_state, load_delayed_state
 from helpers.models import GPTConfig, MiniGPT, load_plain_state, plain_state
 from helpers.precision import Precision
 
-LEARNING_RATE = 1e-3
 CHECKPOINT_SCHEMA = "fp8-workshop/checkpoint/1"
 
 
@@ -31,7 +30,7 @@ def loss_of(model: MiniGPT, inputs: torch.Tensor, targets: torch.Tensor, precisi
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def make_optimizer(model: MiniGPT, lr: float = LEARNING_RATE) -> torch.optim.Optimizer:
+def make_optimizer(model: MiniGPT, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
 
@@ -40,7 +39,7 @@ def train(
     precision: Precision,
     next_batch: Callable[[], tuple[torch.Tensor, torch.Tensor]],
     steps: int,
-    lr: float = LEARNING_RATE,
+    lr: float,
     on_step: Callable[[int], None] | None = None,
 ) -> pd.DataFrame:
     """Trains with AdamW behind a progress bar. Returns a DataFrame of step, loss (nats) and ms a step.
@@ -54,7 +53,7 @@ def train(
     losses = torch.full((steps,), math.nan, pin_memory=cuda)
     marks = [now(cuda)]
     model.train()
-    with tqdm(range(steps), desc=precision.label, unit="step") as bar:
+    with tqdm(range(steps), desc=precision.label, unit="step", mininterval=0.5) as bar:
         for step in bar:
             inputs, targets = next_batch()
             loss = loss_of(model, inputs, targets, precision)
