@@ -122,7 +122,7 @@ look
 
 # A run that ended is remembered with what was installed then: the next one has nothing to look for.
 work=$root/artifacts/setup
-mkdir -p "$work" 2>/dev/null && [ -w "$work" ] || work=$(mktemp -d)
+if ! $dry_run && ! { mkdir -p "$work" 2>/dev/null && [ -w "$work" ]; }; then work=$(mktemp -d); fi
 if ! $dry_run && [ "$(sed -n 1p "$work/stamp" 2>/dev/null)" = "$state" ]; then
   verdict=$(sed -n 2p "$work/stamp")
   if [ "$verdict" = ok ] || ! $force; then
@@ -200,6 +200,9 @@ reason() { # the line of the log that says most
   local line
   if grep -qE "NewConnectionError|ConnectTimeout|Read timed out|name resolution|Network is unreachable|ProxyError" "$log"; then
     echo "no network (pip reached no package index)" && return
+  fi
+  if grep -q "from versions: none" "$log"; then
+    echo "pip found no $(grep -m 1 -oE "requirement [^ ]+" "$log" | cut -d " " -f 2) (no network, or nothing for this Python)" && return
   fi
   if grep -q "No space left on device" "$log"; then echo "the disk is full" && return; fi
   line=$(grep -m 1 -E "fatal error:|externally-managed" "$log" || grep -E "(^|[A-Za-z])[Ee]rror:|^ERROR|Killed" "$log" | grep -v "subprocess-exited\|Failed to build" | tail -n 1 || true)

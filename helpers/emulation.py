@@ -208,7 +208,8 @@ class Quantizer:
                 return self._blocks(x, role, partial(quantize_nvfp4, generator=generator))
 
     def _per_tensor(self, x: Tensor, scale: Tensor, fmt: formats.Format) -> tuple[Operand, Operand]:
-        operand = Operand(formats.quantize(x * scale, fmt), 1 / scale)
+        # .float() first: a BF16 tensor times a 0-dim FP32 scale would stay BF16 and so be rounded twice.
+        operand = Operand(formats.quantize(x.float() * scale, fmt), 1 / scale)
         return operand, operand
 
     def _blocks(self, x: Tensor, role: str, quantize) -> tuple[Operand, Operand]:

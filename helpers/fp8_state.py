@@ -32,11 +32,11 @@ def delayed_state(model) -> dict[str, torch.Tensor]:
         for inner, plain in TE_GEMMS.items():
             if name.endswith("." + inner):
                 parent, gemms = name.removesuffix(inner), plain
-        for direction, columns in (("scaling_fwd", len(FORWARD_ROLES)), ("scaling_bwd", len(BACKWARD_ROLES))):
-            scaling = meta.get(direction)
-            if getattr(scaling, "amax_history", None) is None:
-                continue
-            for i, gemm in enumerate(gemms):
+        for i, gemm in enumerate(gemms):
+            for direction, columns in (("scaling_fwd", len(FORWARD_ROLES)), ("scaling_bwd", len(BACKWARD_ROLES))):
+                scaling = meta.get(direction)
+                if getattr(scaling, "amax_history", None) is None:
+                    continue
                 own = slice(i * columns, (i + 1) * columns)
                 state[f"{parent}{gemm}.{direction}.scale"] = scaling.scale[own]
                 state[f"{parent}{gemm}.{direction}.amax_history"] = scaling.amax_history[:, own]

@@ -104,7 +104,7 @@ class Block(nn.Module):
 
 
 def te_block(config: GPTConfig, layer_number: int, device: str):
-    """The same block as one `te.TransformerLayer`. Every argument here differs from its default, and matters."""
+    """The same block as one `te.TransformerLayer`. All but the mask differ from the defaults, and matter."""
     te, why = import_te()
     if te is None:
         raise ValueError(f"backend 'te' is not available here: {why}. Use backend='torch'")

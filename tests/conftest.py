@@ -95,3 +95,20 @@ def clean_environment(monkeypatch) -> dict[str, str]:
         if name.startswith(("JUPYTER", "IPYTHON", "PYTEST_")) or name in ("PYTHONPATH", "PYTHONHOME", "MPLBACKEND"):
             monkeypatch.delenv(name)
     return dict(os.environ)
+
+
+@pytest.fixture(scope="session")
+def hardware():
+    """This machine, as `detect` sees it."""
+    from helpers.hardware import detect
+
+    return detect()
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """This machine, shown as one without a GPU."""
+    from helpers.hardware import detect
+
+    monkeypatch.setenv("WORKSHOP_TIER", "cpu")
+    return detect()

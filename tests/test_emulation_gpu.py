@@ -119,13 +119,13 @@ def run_pair(name: str, fields: dict, params: str, kind: str, k: int, hardware) 
 
 
 @pytest.fixture(scope="module")
-def collected(hardware_once):
+def collected(hardware):
     rows = []
     yield rows
     method = f"te.Linear against EmulatedLinear, {TOKENS} tokens, {OUT} out, {STEPS} steps from an empty state, BF16 inputs under torch.autocast"
     results.save(
         "emulation",
-        hardware_once,
+        hardware,
         [r | {"kind": "emulated"} for r in rows],
         method,
         command="pytest --gpu tests/test_emulation_gpu.py",
@@ -136,11 +136,11 @@ def collected(hardware_once):
 @pytest.mark.parametrize("k", [128, 2048, 16384])
 @pytest.mark.parametrize("params", ["bf16", "fp32"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_emulated_equals_real(hardware_once, collected, recipe, params, k, kind):
+def test_emulated_equals_real(hardware, collected, recipe, params, k, kind):
     name, fields = RECIPES[recipe]
-    if hardware_once.recipes[name]:
-        pytest.skip(hardware_once.recipes[name])
-    rows = run_pair(name, fields, params, kind, k, hardware_once)
+    if hardware.recipes[name]:
+        pytest.skip(hardware.recipes[name])
+    rows = run_pair(name, fields, params, kind, k, hardware)
     collected += rows
     misses = [
         r for r in rows

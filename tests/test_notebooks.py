@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -74,7 +75,7 @@ def test_headings(path):
             levels += [(len(marks), title) for marks, title in re.findall(r"^(#{1,6}) +(.+)$", text, re.MULTILINE)]
     assert levels[0][0] == 1
     assert [title for level, title in levels if level == 1] == [levels[0][1]]
-    skipped = [title for (above, _), (level, title) in zip(levels, levels[1:], strict=False) if level > above + 1]
+    skipped = [title for (above, _), (level, title) in pairwise(levels) if level > above + 1]
     assert skipped == []
 
 

@@ -274,17 +274,23 @@ def explain(log):
         return "pip does not trust the package index's certificate: behind a company proxy set PIP_CERT to its certificate file."
     if re.search(NO_NETWORK, log):
         return "pip reached no package index: check the network (and HTTPS_PROXY, PIP_INDEX_URL), then run the same command again."
-    if os.environ.get("PIP_NO_INDEX") and "No matching distribution" in log:
-        return "pip found too little in the local wheels, and PIP_NO_INDEX keeps it from the network: unset it or add the wheels."
-    if "No matching distribution" in log:
-        missing = re.search(r"No matching distribution found for (\S+)", log)
-        what = missing.group(1) if missing else "a requirement"
+    here = f"Python {sys.version_info[0]}.{sys.version_info[1]} on this machine"
+    platforms = "Python 3.11 to 3.13, 64 bit, on a Mac with Apple silicon"
+    match = re.search(r"No matching distribution found for ([^\s(]+)", log)
+    if match and os.environ.get("PIP_NO_INDEX"):
+        return f"pip finds no {match.group(1)} among the local wheels (PIP_NO_INDEX is set): add it there, or unset PIP_NO_INDEX."
+    if match and "from versions: none" in log:
+        return f"pip finds no {match.group(1)} at all: check the network (and PIP_INDEX_URL), and that this is {platforms}."
+    # An exact version from constraints.txt that does not exist here reads as a conflict in pip's output.
+    pinned = re.search(r"The user requested \(constraint\) (\S+)", log)
+    if match or pinned:
+        missing = pinned.group(1) if pinned else match.group(1)
         return (
-            f"pip finds no {what} for Python {sys.version_info[0]}.{sys.version_info[1]} on this machine: "
-            "use Python 3.11 to 3.13, 64 bit (on a Mac: Apple silicon), or check PIP_INDEX_URL."
+            f"pip finds no {missing} for {here}: the workshop was tested with {platforms}. "
+            "To try another version, take its line out of constraints.txt."
         )
-    errors = [line.strip() for line in log.splitlines() if line.startswith("ERROR")]
-    return "pip could not install the requirements: " + (errors[0] if errors else "see its output") + "."
+    errors = re.findall(r"^ERROR: (.+?)\.?$", log, re.MULTILINE)
+    return "pip could not install the requirements: " + (errors[0] if errors else "it gives no reason") + "."
 
 
 # ------------------------------------------------------------------------------------------------ commands
