@@ -135,6 +135,7 @@ finish() { # finish ok|none|failed LINE...: remember and say how it ended
   look
   { echo "$state" && printf '%s\n' "$@"; } >"$work/stamp.new" && mv "$work/stamp.new" "$work/stamp"
   shift
+  echo "  took $((SECONDS - started)) s"
   printf '%s\n' "$@"
   exit 0
 }
@@ -181,14 +182,16 @@ job=
 trap '[ -z "$job" ] || kill "$job" 2>/dev/null; echo "colab_setup.sh: interrupted; run it again to go on"; exit 130' INT TERM
 
 install() { # install WHAT ARGUMENTS...: pip under the constraints, a line every half minute; its output goes to the log
-  local what=$1 began=$SECONDS next=30
+  local what=$1 began=$SECONDS next=30 count
   shift
   "$python" -m pip install --disable-pip-version-check --progress-bar off -c "$constraints" "$@" >>"$log" 2>&1 &
   job=$!
   while kill -0 "$job" 2>/dev/null; do
     sleep 0.5
     if [ $((SECONDS - began)) -ge $next ]; then
-      echo "  $what: $((SECONDS - began)) s"
+      # with --verbose the log holds the compiler's own count, as in [12/33]
+      count=$(grep -oE "\[[0-9]+/[0-9]+\]" "$log" | tail -n 1 || true)
+      echo "  $what: $((SECONDS - began)) s${count:+ $count}"
       next=$((next + 30))
     fi
   done
@@ -217,7 +220,7 @@ if [ -n "$missing" ]; then
 fi
 
 without="The workshop carries on without Transformer Engine"
-[ "$te_plan" != none ] || finish none "Setup is done ($((SECONDS - started)) s). $te_line."
+[ "$te_plan" != none ] || finish none "Setup is done. $te_line."
 
 try='
 import torch, transformer_engine, transformer_engine.pytorch as te
@@ -249,7 +252,7 @@ try_te() { # in a fresh process, since a wrong build can abort it; the last line
 
 if [ "$te_plan" = check ]; then
   echo "  trying Transformer Engine (its first import takes up to half a minute)"
-  if try_te; then finish ok "Setup is done ($((SECONDS - started)) s). $verdict. No restart is needed."; fi
+  if try_te; then finish ok "Setup is done. $verdict. No restart is needed."; fi
   echo "  the installed one does not work ($verdict): installing it again"
 fi
 if [ -n "$te_found" ]; then
@@ -268,7 +271,7 @@ fi
 install "build tools" $tools || finish failed "$without: $(reason). Log: $log"
 look # the headers' folders may have become more
 export CPATH=$headers${CPATH:+:$CPATH} MAX_JOBS=$jobs
-install "Transformer Engine, downloading and compiling" --no-build-isolation "transformer_engine[pytorch,core-cu${cuda%%.*}]==$TE_VERSION" ||
+install "Transformer Engine, downloading and compiling" --verbose --no-build-isolation "transformer_engine[pytorch,core-cu${cuda%%.*}]==$TE_VERSION" ||
   finish failed "$without: $(reason). Log: $log"
 echo "  installed; trying it"
 if ! try_te; then
@@ -277,4 +280,4 @@ if ! try_te; then
 fi
 look
 if [ "$torch" != "$torch_before" ]; then echo "  torch changed from $torch_before to $torch: restart the kernel before you go on"; fi
-finish ok "Setup is done ($((SECONDS - started)) s). $verdict. No restart is needed."
+finish ok "Setup is done. $verdict. No restart is needed."

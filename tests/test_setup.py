@@ -374,7 +374,7 @@ def test_te_is_installed_once_for_this_torch_and_nothing_else_changes(tmp_path):
     ran = machine(COLAB_RELEASE_TAG="release-colab")
     assert ran.returncode == 0, ran.stdout
     assert "leftovers are removed first: transformer_engine_cu12 1.0" in ran.stdout
-    assert ran.stdout.strip().splitlines()[-1].startswith("Setup is done (")
+    assert ran.stdout.strip().splitlines()[-1].startswith("Setup is done. ")
     assert "Transformer Engine 2.20.2: imported; no GPU to try it on. No restart is needed." in ran.stdout
     packages, uninstall, tools, te = machine.calls()
     assert packages.split(" CPATH")[0].endswith(" safetensors")
@@ -430,8 +430,7 @@ def test_a_missing_package_without_network_is_one_line(tmp_path):
     shutil.rmtree(machine.site / "safetensors-1.0.dist-info")
     shutil.rmtree(machine.site / "pip")
     shutil.rmtree(machine.site / "pip-1.0.dist-info")
-    import pip
-
+    pip = pytest.importorskip("pip")
     (machine.site / "pip").symlink_to(Path(pip.__file__).parent)
     ran = machine("--force")
     assert ran.returncode == 1
