@@ -6,8 +6,9 @@
     loss.backward()             # outside, as with te.autocast
 
 Recipes, defaults and the layout of the state are TE's. Operands are really rounded to FP8, by torch's float8 casts, and
-multiplied in float32, which holds FP8 values and their products exactly. What is left between this and a GPU is the
-order in which tensor cores add up: one BF16 unit in a few percent of the results. `tests/test_emulation_traces.py`
+multiplied in float32, which holds FP8 values and their products exactly. What is left between this and a Hopper GPU is
+how its tensor cores add up: one BF16 unit in a few percent of the results, and more in long sums.
+`autocast(hopper_sums=True)` adds as they do (helpers/tensor_core.py), and then every bit agrees; it is very slow. `tests/test_emulation_traces.py`
 compares with recordings of TE 2.20.2 on an H200. Nothing here is fast; it is float32 arithmetic.
 
 Different from TE on purpose: an evaluation under `torch.no_grad` leaves the state exactly as it was (TE keeps its amax
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from helpers import formats
+from helpers import formats, tensor_core
 from helpers.emulation_blocks import (
     FLOAT32_MAX,
     quantize_fp8_blocks,
@@ -116,18 +117,31 @@ class autocast:
 
     `generator` draws the stochastic rounding of NVFP4's gradients; it must live on their device. Leaving the outermost
     region while grad is enabled updates delayed scaling's forward scales; its backward scales follow each backward.
+    `hopper_sums`: add up as a Hopper tensor core does, bit for bit, instead of in float32. For small layers.
     """
 
-    def __init__(self, enabled: bool = True, recipe: Recipe | None = None, generator: Generator | None = None):
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | None = None,
+        generator: Generator | None = None,
+        hopper_sums: bool = False,
+    ):
         recipe = DelayedScaling() if recipe is None else recipe
         if not isinstance(recipe, Recipe):
-            raise ValueError(f"got a recipe of type {type(recipe).__qualname__}; use one of helpers.emulation, such as DelayedScaling()")
+            raise ValueError(
+                f"got a recipe of type {type(recipe).__qualname__}; use one of helpers.emulation, such as DelayedScaling()"
+            )
         if enabled and isinstance(recipe, NVFP4BlockScaling) and not (recipe.disable_stochastic_rounding or generator):
             raise ValueError(
                 "NVFP4BlockScaling rounds gradients stochastically: give autocast(generator=torch.Generator(device)), "
                 "or set disable_stochastic_rounding=True in the recipe"
             )
-        self.enabled, self.recipe, self.generator = enabled, recipe, generator
+        if hopper_sums and isinstance(recipe, (MXFP8BlockScaling, NVFP4BlockScaling)):
+            raise ValueError(
+                f"got hopper_sums=True with {type(recipe).__name__}, which Hopper GPUs do not have; leave it out"
+            )
+        self.enabled, self.recipe, self.generator, self.hopper_sums = enabled, recipe, generator, hopper_sums
 
     def __enter__(self):
         self.to_update: dict[ScalingState, DelayedScaling] = {}
@@ -136,8 +150,8 @@ class autocast:
 
     def __exit__(self, *exception):
         _regions.pop()
-        if not _regions and self.enabled and torch.is_grad_enabled():
-            for state, recipe in self.to_update.items():
+        if self.enabled and torch.is_grad_enabled():
+            for state, recipe in self.to_update.items():  # layers list themselves in the outermost region only
                 state.update(recipe, recipe.number_format("input").max)
 
 
@@ -161,10 +175,10 @@ class Operand(NamedTuple):
         return Operand(self.values.t(), self.scale_inv)
 
 
-def multiply(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a (m, k) times b (k, n) plus bias (n,), in float32, rounded once to `dtype`."""
+def multiply(a: Operand, b: Operand, add, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a (m, k) times b (k, n), summed by `add`, plus bias (n,), in float32, rounded once to `dtype`."""
     with torch.autocast(a.values.device.type, enabled=False):
-        product = (a.values @ b.values).mul_(a.scale_inv * b.scale_inv)
+        product = add(a.values, b.values).mul_(a.scale_inv * b.scale_inv)
     return (product if bias is None else product.add_(bias.to(dtype))).to(dtype)
 
 
@@ -177,6 +191,11 @@ class Quantizer:
     generator: Generator | None
     dtype: torch.dtype
     training: bool  # grad was enabled in forward: record amaxes, prepare operands for backward
+    hopper_sums: bool
+
+    def add(self, split: bool):
+        """The matrix product that adds up as asked: in float32, or as a tensor core does."""
+        return partial(tensor_core.matmul, split=split) if self.hopper_sums else torch.matmul
 
     def __call__(self, x: Tensor, role: str) -> tuple[Operand, Operand]:
         """Quantizes `x` (rows, columns) for a GEMM that sums over its columns, and for one that sums over its rows.
@@ -200,7 +219,9 @@ class Quantizer:
             case Float8CurrentScaling():
                 return self._per_tensor(x, scale_from_amax(amax, fmt.max, recipe.use_power_2_scales), fmt)
             case Float8BlockScaling():
-                return self._blocks(x, role, partial(quantize_fp8_blocks, fmt=fmt, power_of_two=not recipe.use_f32_scales))
+                return self._blocks(
+                    x, role, partial(quantize_fp8_blocks, fmt=fmt, power_of_two=not recipe.use_f32_scales)
+                )
             case MXFP8BlockScaling():
                 return self._blocks(x, role, partial(quantize_mxfp8, fmt=fmt))
             case NVFP4BlockScaling():
@@ -217,10 +238,9 @@ class Quantizer:
         row = Operand(*quantize(x, block=block).scaled())
         if block[0] == block[1] or not self.training:
             return row, row
-        columns = x.t().contiguous()
         if isinstance(self.recipe, NVFP4BlockScaling) and self.recipe.transforms(role):
-            columns = random_hadamard_transform(columns)
-        return row, Operand(*quantize(columns, block=block).scaled()).t()
+            x = random_hadamard_transform(x.t()).t()
+        return row, Operand(*quantize(x, block=block[::-1]).scaled())
 
 
 class QuantizedLinear(torch.autograd.Function):
@@ -233,7 +253,7 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.save_for_backward(x_col.values, w_col.values)
         ctx.scales = x_col.scale_inv, w_col.scale_inv
         ctx.quantizer = quantizer
-        return multiply(x_row, w_row.t(), quantizer.dtype, bias)
+        return multiply(x_row, w_row.t(), quantizer.add(quantizer.recipe.split_forward), quantizer.dtype, bias)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
@@ -241,11 +261,14 @@ class QuantizedLinear(torch.autograd.Function):
         x, w = (Operand(values, scale) for values, scale in zip(ctx.saved_tensors, ctx.scales, strict=True))
         grad_row, grad_col = quantizer(grad_output, "grad_output")
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        dx = multiply(grad_row, w, quantizer.dtype) if needs_dx else None
-        dw = multiply(grad_col.t(), x, quantizer.dtype) if needs_dw else None
+        add = quantizer.add(split=True)
+        dx = multiply(grad_row, w, add, quantizer.dtype) if needs_dx else None
+        dw = multiply(grad_col.t(), x, add, quantizer.dtype) if needs_dw else None
         db = grad_output.float().sum(0).to(quantizer.dtype) if needs_db else None  # of the unquantized gradient
         if isinstance(quantizer.recipe, DelayedScaling):
-            quantizer.layer.fp8_meta["scaling_bwd"].update(quantizer.recipe, quantizer.recipe.number_format("grad_output").max)
+            quantizer.layer.fp8_meta["scaling_bwd"].update(
+                quantizer.recipe, quantizer.recipe.number_format("grad_output").max
+            )
         return dx, dw, db, None
 
 
@@ -266,7 +289,9 @@ class EmulatedLinear(nn.Linear):
         super().__init__(*args, **kwargs)
         self.before_gelu = before_gelu
         self.fp8_meta: dict[str, ScalingState] = {}
-        self.register_buffer("nan_count", torch.zeros(3, dtype=torch.int64, device=self.weight.device), persistent=False)
+        self.register_buffer(
+            "nan_count", torch.zeros(3, dtype=torch.int64, device=self.weight.device), persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         region = active_region()
@@ -279,7 +304,7 @@ class EmulatedLinear(nn.Linear):
         if delayed:
             self._prepare_state(recipe, x.device)
             _regions[0].to_update[self.fp8_meta["scaling_fwd"]] = recipe
-        quantizer = Quantizer(self, recipe, region.generator, result_dtype(x), training)
+        quantizer = Quantizer(self, recipe, region.generator, result_dtype(x), training, region.hopper_sums)
         y = QuantizedLinear.apply(x.reshape(-1, self.in_features), self.weight, self.bias, quantizer)
         return (y.float() if self.before_gelu and delayed else y).view(*x.shape[:-1], self.out_features)
 
@@ -323,13 +348,15 @@ class EmulatedLayerNorm(nn.LayerNorm):
 def check_shapes(x: Tensor, weight: Tensor, recipe: Recipe, training: bool) -> None:
     """Raises ValueError if the recipe cannot take an input (..., in_features) with this weight (out_features, in_features).
 
-    Training sums over every dimension once, in tiles of 16 or whole blocks; inference does not sum over tokens, and 8 of
-    them will do. Source: TE's pytorch/utils.py, assert_dim_for_fp8_exec.
+    Training sums over every dimension once, in tiles of 16 or in whole blocks; inference does not sum over tokens.
+    Source: TE's pytorch/utils.py, assert_dim_for_fp8_exec.
     """
     if x.shape[-1] != weight.shape[-1]:
-        raise ValueError(f"the input has {x.shape[-1]} features (shape {tuple(x.shape)}), the layer takes {weight.shape[-1]}")
+        raise ValueError(
+            f"the input has {x.shape[-1]} features (shape {tuple(x.shape)}), the layer takes {weight.shape[-1]}"
+        )
     n = recipe.multiple_of
-    for what, tensor, leading in (("input", x, n if training else 8), ("weight", weight, n)):
+    for what, tensor, leading in (("input", x, n if training else recipe.tokens_multiple_of), ("weight", weight, n)):
         rows = math.prod(tensor.shape[:-1])
         if rows == 0 or rows % leading or tensor.shape[-1] % n:
             raise ValueError(
@@ -349,20 +376,26 @@ def emulate(model: nn.Module, skip: tuple[str, ...] = ("head",), before_gelu: tu
     twin = copy.deepcopy(model)
     found = False
     for parent in list(twin.modules()):
-        linears = {name: child for name, child in parent.named_children() if type(child) is nn.Linear and name not in skip}
+        linears = {
+            name: child for name, child in parent.named_children() if type(child) is nn.Linear and name not in skip
+        }
         found = found or bool(linears)
         for name, linear in linears.items():
-            emulated = EmulatedLinear(linear.in_features, linear.out_features, device="meta", before_gelu=name in before_gelu)
+            emulated = EmulatedLinear(
+                linear.in_features, linear.out_features, device="meta", before_gelu=name in before_gelu
+            )
             emulated.weight, emulated.bias = linear.weight, linear.bias
             emulated.nan_count = torch.zeros(3, dtype=torch.int64, device=linear.weight.device)
             emulated.train(linear.training)
             setattr(parent, name, emulated)
         for name, norm in list(parent.named_children()):
             if linears and type(norm) is nn.LayerNorm:
-                emulated = EmulatedLayerNorm(norm.normalized_shape, norm.eps, device="meta")
+                emulated = EmulatedLayerNorm(norm.normalized_shape, norm.eps, norm.elementwise_affine, device="meta")
                 emulated.weight, emulated.bias = norm.weight, norm.bias
                 emulated.train(norm.training)
                 setattr(parent, name, emulated)
     if not found:
-        raise ValueError(f"{type(model).__name__} has no nn.Linear outside of skip={skip}: emulate() takes a plain PyTorch model")
+        raise ValueError(
+            f"{type(model).__name__} has no nn.Linear outside of skip={skip}: emulate() takes a plain PyTorch model"
+        )
     return twin

@@ -25,8 +25,7 @@ class Blocks(NamedTuple):
 
     def scaled(self) -> tuple[Tensor, Tensor | float]:
         """(`values` times their block's scale, tensor_scale): what a tensor core adds up, and what the sum is multiplied by."""
-        down, across = self.block_scale.shape
-        return (_tiles(self.values, down, across) * self.block_scale[:, None, :, None]).view(self.values.shape), self.tensor_scale
+        return _multiply_blocks(self.values, self.block_scale), self.tensor_scale
 
 
 def _tiles(x: Tensor, down: int, across: int) -> Tensor:
@@ -51,10 +50,9 @@ def _block_amax(x: Tensor, down: int, across: int) -> Tensor:
     return amax
 
 
-def _scale_blocks(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """Every element times the scale of its block, rounded to `fmt`."""
-    down, across = scale.shape
-    return quantize((_tiles(x.float(), down, across) * scale[:, None, :, None]).view(x.shape), fmt)
+def _multiply_blocks(x: Tensor, scale: Tensor) -> Tensor:
+    """Every element times the scale (down, across) of its block, float32."""
+    return (_tiles(x.float(), *scale.shape) * scale[:, None, :, None]).reshape(x.shape)
 
 
 def scale_from_amax(amax: Tensor, fmt_max: float, power_of_two: bool) -> Tensor:
@@ -77,7 +75,7 @@ def quantize_fp8_blocks(x: Tensor, fmt: Format, block: tuple[int, int], power_of
     """
     down, across = _block_counts(x, block)
     scale = scale_from_amax(_block_amax(x, down, across), fmt.max, power_of_two)
-    return Blocks(_scale_blocks(x, scale, fmt), 1 / scale)
+    return Blocks(quantize(_multiply_blocks(x, scale), fmt), 1 / scale)
 
 
 def quantize_mxfp8(x: Tensor, fmt: Format = E4M3, block: tuple[int, int] = (1, 32)) -> Blocks:
@@ -93,7 +91,7 @@ def quantize_mxfp8(x: Tensor, fmt: Format = E4M3, block: tuple[int, int] = (1, 3
     exponent = torch.where(amax > 0, exponent, -127).clamp(-127, 127)
     exponent = torch.where(amax.isfinite(), exponent, 127)
     one = torch.ones_like(amax)
-    return Blocks(_scale_blocks(x, torch.ldexp(one, -exponent), fmt), torch.ldexp(one, exponent))
+    return Blocks(quantize(_multiply_blocks(x, torch.ldexp(one, -exponent)), fmt), torch.ldexp(one, exponent))
 
 
 # The signs of TE's "random" Hadamard transform are drawn once and for all (nvfp4_tensor.py, get_wgrad_sign_vector):
@@ -111,8 +109,9 @@ def random_hadamard_transform(x: Tensor) -> Tensor:
     hadamard = torch.ones(1, 1)
     while len(hadamard) < 16:  # Sylvester's construction
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    matrix = torch.tensor(RHT_SIGNS)[:, None] * hadamard / 4  # 4 = sqrt(16)
-    return (x.reshape(-1, 16).float() @ matrix.to(x.device)).to(x.dtype).view(x.shape)
+    matrix = (torch.tensor(RHT_SIGNS)[:, None] * hadamard / 4).to(x.device)  # 4 = sqrt(16)
+    with torch.autocast(x.device.type, enabled=False):
+        return (x.reshape(-1, 16).float() @ matrix).to(x.dtype).view(x.shape)
 
 
 def stochastic_round(x: Tensor, fmt: Format, generator: Generator) -> Tensor:
@@ -139,9 +138,6 @@ def quantize_nvfp4(x: Tensor, block: tuple[int, int] = (1, 16), generator: Gener
     block_scale = quantize((amax * (encode * (1 / six))).clamp(max=FLOAT32_MAX), E4M3)
     tensor_scale = 1 / encode
     scale = (1 / (block_scale * tensor_scale)).clamp(max=FLOAT32_MAX)
-    if generator is None:
-        values = _scale_blocks(x, scale, E2M1)
-    else:
-        scaled = (_tiles(x.float(), down, across) * scale[:, None, :, None]).view(x.shape)
-        values = stochastic_round(scaled, E2M1, generator)
+    scaled = _multiply_blocks(x, scale)
+    values = quantize(scaled, E2M1) if generator is None else stochastic_round(scaled, E2M1, generator)
     return Blocks(values, block_scale, tensor_scale)

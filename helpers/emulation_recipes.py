@@ -20,6 +20,9 @@ class Format(Enum):
     HYBRID = (formats.E4M3, formats.E5M2)  # gradients need E5M2's range more than a third mantissa bit
     E5M2 = (formats.E5M2, formats.E5M2)
 
+    def __repr__(self):
+        return f"Format.{self.name}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -27,7 +30,9 @@ class Recipe:
 
     fp8_format: Format = Format.HYBRID
 
+    split_forward = False  # TE: the forward GEMM accumulates fast, backward ones split (see helpers/tensor_core.py)
     multiple_of = 16  # what the dimensions of a matrix must be multiples of: tensor-core tiles, or the recipe's blocks
+    tokens_multiple_of = 8  # and the number of tokens in inference, which does not sum over them
 
     def __post_init__(self):
         if self.fp8_format not in (Format.E4M3, Format.HYBRID):
@@ -61,7 +66,9 @@ class DelayedScaling(Recipe):
                 f"got amax_compute_algo={self.amax_compute_algo!r}; use 'max', 'most_recent' or a function of the history"
             )
         if self.amax_history_len < 1:
-            raise ValueError(f"got amax_history_len={self.amax_history_len}; the history needs at least its staging row")
+            raise ValueError(
+                f"got amax_history_len={self.amax_history_len}; the history needs at least its staging row"
+            )
 
 
 def unscaled(amax: Tensor, scale: Tensor, fp8_max: float, recipe: DelayedScaling) -> Tensor:
@@ -86,6 +93,7 @@ class Float8BlockScaling(Recipe):
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
 
+    split_forward = True
     multiple_of = 128
 
     def __post_init__(self):
@@ -97,7 +105,11 @@ class Float8BlockScaling(Recipe):
             )
 
     def block(self, role: str) -> tuple[int, int]:
-        dims = {"input": self.x_block_scaling_dim, "weight": self.w_block_scaling_dim, "grad_output": self.grad_block_scaling_dim}
+        dims = {
+            "input": self.x_block_scaling_dim,
+            "weight": self.w_block_scaling_dim,
+            "grad_output": self.grad_block_scaling_dim,
+        }
         return (1, 128) if dims[role] == 1 else (128, 128)
 
 
@@ -107,7 +119,7 @@ class MXFP8BlockScaling(Recipe):
 
     fp8_format: Format = Format.E4M3
 
-    multiple_of = 32
+    multiple_of = tokens_multiple_of = 32
 
     def block(self, role: str) -> tuple[int, int]:
         return (1, 32)
@@ -124,6 +136,8 @@ class NVFP4BlockScaling(Recipe):
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+
+    tokens_multiple_of = 16
 
     def block(self, role: str) -> tuple[int, int]:
         return (16, 16) if role == "weight" and not self.disable_2d_quantization else (1, 16)

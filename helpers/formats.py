@@ -52,7 +52,9 @@ FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E8M0, E2M1)}
 def check_dtype(x: Tensor) -> None:
     """Raises ValueError unless `x` is float32, bfloat16 or float16: the rest would be rounded on the way to float32."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"got a tensor of {x.dtype}; allowed are float32, bfloat16 and float16: convert it first, with x.float()")
+        raise ValueError(
+            f"got a tensor of {x.dtype}; allowed are float32, bfloat16 and float16: convert it first, with x.float()"
+        )
 
 
 def as_float32(x: Tensor | float) -> Tensor:
@@ -119,7 +121,9 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
     if codes.dtype != torch.uint8:
         raise ValueError(f"got codes of {codes.dtype}; a code is a torch.uint8")
     if fmt.bits < 8 and codes.numel() and codes.max() >= 2**fmt.bits:
-        raise ValueError(f"got code {codes.max().item()}; {fmt.name} has {fmt.bits} bits, so codes 0 to {2**fmt.bits - 1}")
+        raise ValueError(
+            f"got code {codes.max().item()}; {fmt.name} has {fmt.bits} bits, so codes 0 to {2**fmt.bits - 1}"
+        )
     return _value_table(fmt, codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 

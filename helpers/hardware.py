@@ -251,7 +251,8 @@ def from_environment(name: str, allowed: tuple[str, ...], default: str) -> str:
 def _facts() -> dict:
     """What does not depend on the environment variables; slow with a GPU (importing TE takes seconds), so done once a process."""
     no_gpu = why_no_gpu()
-    te, te_version = import_te()  # before torch loads its own cuDNN: where the system has another, only this order works
+    # TE first: where the system has another cuDNN than torch brings, only this order works.
+    te, te_version = import_te()
     cudnn = None if no_gpu else cudnn_version()
     te_reason = "" if te else te_version
     capability = None if no_gpu else torch.cuda.get_device_capability()

@@ -126,7 +126,8 @@ def te_block(config: GPTConfig, layer_number: int, device: str):
 class MiniGPT(nn.Module):
     """Tokens (batch, seq) int64 -> logits (batch, seq, vocab) float.
 
-    Initial weights are drawn on the CPU from `generator`, so both backends and all devices start alike.
+    Initial weights come from `generator`: one on the CPU (the default) makes both backends and all devices start
+    alike; one on the GPU draws a large model's weights in no time.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class MiniGPT(nn.Module):
 
 def initial_state(config: GPTConfig, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """GPT-2's initialization under the plain names: N(0, 0.02), the two layers that write to the residual stream
-    scaled by 1/sqrt(2 n_layers), biases 0, LayerNorm 1. FP32 on the CPU."""
+    scaled by 1/sqrt(2 n_layers), biases 0, LayerNorm 1. FP32, on the generator's device."""
     d = config.d_model
     shapes = {"emb.weight": (config.vocab, d), "pos.weight": (config.seq_len, d), "head.weight": (config.vocab, d)}
     for i in range(config.n_layers):
@@ -176,7 +177,7 @@ def initial_state(config: GPTConfig, generator: torch.Generator) -> dict[str, to
     for name, shape in shapes.items():
         residual = name.endswith(("proj.weight", "fc2.weight"))
         std = 0.02 / (2 * config.n_layers) ** 0.5 if residual else 0.02
-        state[name] = torch.randn(shape, generator=generator) * std
+        state[name] = torch.randn(shape, generator=generator, device=generator.device) * std
         if name.startswith("blocks"):
             state[name.replace("weight", "bias")] = torch.zeros(shape[0])
     for norm in ["ln_f", *(f"blocks.{i}.{ln}" for i in range(config.n_layers) for ln in ("ln1", "ln2"))]:

@@ -7,6 +7,7 @@ adds `te.autocast` around TE's layers, or the emulator's twin of it around emula
 import importlib
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ class Precision:
     backend: str  # "torch" or "te"
     device: str
     recipe: Any = None  # TE's recipe object, or the emulator's of the same name and fields
+    seed: int = 0  # of the emulator's stochastic rounding (NVFP4's gradients)
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """Draws the emulator's stochastic rounding. It goes on from run to run: to repeat one, choose the precision anew."""
+        return torch.Generator(self.device).manual_seed(self.seed)
 
     @property
     def label(self) -> str:
@@ -50,17 +57,18 @@ class Precision:
             if self.name != "fp32":
                 stack.enter_context(torch.autocast(self.device, torch.bfloat16))
             if self.kind == "emulated":
-                stack.enter_context(emulation.autocast(recipe=self.recipe))
+                stack.enter_context(emulation.autocast(recipe=self.recipe, generator=self.generator))
             elif self.name == "fp8":
                 te, _ = import_te()
                 stack.enter_context(te.autocast(enabled=True, recipe=self.recipe))
             yield
 
 
-def choose(name: str, hardware: Hardware, recipe: str = "delayed", **fields) -> Precision:
+def choose(name: str, hardware: Hardware, recipe: str = "delayed", seed: int = 0, **fields) -> Precision:
     """The precision `name` on this machine; for "fp8", a recipe's name and its fields (`fp8_format="E4M3"`, ...).
 
-    FP8 is REAL where this GPU runs the recipe, else EMULATED. Raises ValueError for an unknown name, recipe or field.
+    FP8 is REAL where this GPU runs the recipe, else EMULATED. `seed` is for the emulator's stochastic rounding; TE draws
+    from torch's own CUDA generator. Raises ValueError for an unknown name, recipe or field.
     """
     if name not in NAMES:
         raise ValueError(f"precision {name!r} is not known; choose one of {', '.join(NAMES)}")
@@ -85,4 +93,4 @@ def choose(name: str, hardware: Hardware, recipe: str = "delayed", **fields) -> 
         raise ValueError(f"recipe {recipe!r} does not take {', '.join(fields)}: {error}") from error
     if real:
         return Precision("fp8", "real", "te", hardware.device, built)
-    return Precision("fp8", "emulated", "torch", hardware.device, built)
+    return Precision("fp8", "emulated", "torch", hardware.device, built, seed)

@@ -72,7 +72,54 @@ def benchmark_table() -> str:
     return markdown(table, caption)
 
 
-TABLES = {"runs": run_table, "training": training_table, "benchmark": benchmark_table}
+def text_table() -> str:
+    rows, caption = results.recorded("text_quality")
+    groups = rows.groupby("variant", sort=False)["validation_loss"]
+    table = groups.agg(["mean", "std"]).reset_index()
+    kind = rows.groupby("variant", sort=False)["kind"].first().map({"measured": "REAL", "emulated": "EMULATED"})
+    base = table.loc[table["variant"] == "BF16", "mean"].item()
+    shown = pd.DataFrame(
+        {
+            "training in": table["variant"].str.removesuffix(", emulated"),
+            "kind": kind.to_numpy(),
+            "validation loss (nats, mean ± sd)": [
+                f"{m:.3f} ± {s:.3f}" for m, s in zip(table["mean"], table["std"], strict=True)
+            ],
+            "minus BF16": [f"{m - base:+.3f}" for m in table["mean"]],
+        }
+    )
+    return markdown(shown, f"{caption}; {rows['seed'].nunique()} seeds each")
+
+
+def emulation_table() -> str:
+    rows, caption = results.recorded("emulation")
+    products = rows[rows["tensor"].isin(("y", "dx", "dw"))]
+    states = rows[~rows["tensor"].isin(("y", "dx", "dw"))]
+    lines = []
+    for recipe, of_recipe in products.groupby("recipe", sort=False):
+        state = states.loc[states["recipe"] == recipe, "equal"]
+        line = {
+            "recipe": recipe,
+            "scales and amax histories": f"{int(state.sum())} of {len(state)} identical" if len(state) else "none kept",
+        }
+        for sums, name in (("fp32", "FP32 sums"), ("tensor core", "tensor-core sums")):
+            part = of_recipe[of_recipe["sums"] == sums]
+            line[f"{name}: largest relative error"] = f"{part['relative_error'].max():.1e}"
+            line[f"{name}: least share of identical elements"] = f"{part['identical'].min():.4f}"
+        lines.append(line)
+    return markdown(
+        pd.DataFrame(lines),
+        f"{caption}; the emulator on the same GPU, fresh random inputs, {len(products)} results compared",
+    )
+
+
+TABLES = {
+    "runs": run_table,
+    "training": training_table,
+    "benchmark": benchmark_table,
+    "text": text_table,
+    "emulation": emulation_table,
+}
 
 
 def rendered(text: str) -> str:

@@ -90,9 +90,12 @@ def tree(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def clean_environment(monkeypatch) -> dict[str, str]:
-    """The environment without what a developer's shell may add for Python, pip, Jupyter or Matplotlib."""
+    """The environment without what a developer's shell may add for Jupyter or Matplotlib.
+
+    PYTHONPATH stays: a machine without a network may hold pytest itself there.
+    """
     for name in list(os.environ):
-        if name.startswith(("JUPYTER", "IPYTHON", "PYTEST_")) or name in ("PYTHONPATH", "PYTHONHOME", "MPLBACKEND"):
+        if name.startswith(("JUPYTER", "IPYTHON", "PYTEST_")) or name in ("PYTHONHOME", "MPLBACKEND"):
             monkeypatch.delenv(name)
     return dict(os.environ)
 

@@ -1,6 +1,8 @@
 """The emulator held against the real thing: te.Linear and EmulatedLinear side by side, fresh random inputs, on the GPU.
 
-What was measured goes to artifacts/results/<gpu>/emulation.json, also when a bound is missed.
+Twice: with sums in float32, as the notebooks train, and with sums as a tensor core makes them (helpers/tensor_core.py).
+The bounds hold for the second at any length. Sums in float32 miss them in the forward pass of long sums, where the hardware's
+fast accumulation is what is imprecise. All that was measured goes to artifacts/results/<gpu>/emulation.json.
 """
 
 import importlib
@@ -20,6 +22,10 @@ RECIPES = {
 }
 LARGEST_ERROR = {"bf16": 1e-3, "fp32": 4e-3}
 LEAST_IDENTICAL = 0.90
+LARGEST_ERROR_FP32_SUMS = 5e-3
+SMALLEST_NORMAL = 2.0**-126
+SPECIAL = ("zeros", "outlier", "denormals", "inf", "nan")
+CASES = [(k, "random") for k in (128, 2048, 16384)] + [(k, kind) for k in (128, 2048) for kind in SPECIAL]
 
 
 def make_inputs(kind: str, k: int, generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,99 +47,105 @@ def make_inputs(kind: str, k: int, generator) -> tuple[torch.Tensor, torch.Tenso
 
 
 def compare(a: torch.Tensor, b: torch.Tensor) -> dict:
-    """Where TE's result `b` is finite: relative error and share of identical elements; and whether the rest agrees."""
+    """Where TE's result `b` is finite: relative error and share of identical elements; and whether the rest agrees.
+
+    Results below the smallest normal number have no relative precision: there the error is relative to that number.
+    """
     finite = b.isfinite()
     same_special = bool(torch.equal(a.isfinite(), finite) and torch.equal(a.isnan(), b.isnan()))
     x, y = a[finite].double(), b[finite].double()
-    error = (
-        ((x - y).norm() / y.norm()).item() if y.numel() and y.norm() > 0 else float(x.norm().item() if x.numel() else 0)
-    )
+    size = max(y.norm().item(), SMALLEST_NORMAL * max(y.numel(), 1) ** 0.5)
     identical = (x == y).double().mean().item() if y.numel() else 1.0
     return {
-        "relative_error": error,
+        "relative_error": (x - y).norm().item() / size,
         "identical": identical,
         "special_agrees": same_special,
         "finite": finite.double().mean().item(),
     }
 
 
+def emulated_recipe(real):
+    """The emulator's recipe of the same name and fields as TE's."""
+    fields = {"fp8_format": emulation.Format[real.fp8_format.name]}
+    if type(real).__name__ == "DelayedScaling":
+        fields |= {"amax_history_len": real.amax_history_len, "amax_compute_algo": real.amax_compute_algo}
+    return getattr(emulation, type(real).__name__)(**fields)
+
+
+def one_step(module, x, dy, context) -> dict[str, torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    module.weight.grad = module.bias.grad = None
+    with torch.autocast("cuda", torch.bfloat16), context:
+        y = module(leaf)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": leaf.grad, "dw": module.weight.grad}
+
+
 def run_pair(name: str, fields: dict, params: str, kind: str, k: int, hardware) -> list[dict]:
+    """Rows: for each kind of sum and each tensor the worst of the steps; for delayed scaling whether its state is equal."""
     te = importlib.import_module("transformer_engine.pytorch")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[params]
     real = precision.choose("fp8", hardware, name, **fields).recipe
-    twin = getattr(emulation, type(real).__name__)
-    chosen = {"fp8_format": emulation.Format[real.fp8_format.name]}
-    if name == "delayed":
-        chosen |= {"amax_history_len": real.amax_history_len, "amax_compute_algo": real.amax_compute_algo}
-    imitation = twin(**chosen)
-    generator = torch.Generator().manual_seed(k)
+    imitation = emulated_recipe(real)
     layer = te.Linear(k, OUT, bias=True, params_dtype=dtype, device="cuda")
-    copy = emulation.EmulatedLinear(k, OUT, bias=True, device="cuda", dtype=dtype)
-    with torch.no_grad():
-        copy.weight.copy_(layer.weight)
-        copy.bias.copy_(layer.bias)
-    rows = []
-    for step in range(STEPS):
+    twins = {
+        sums: emulation.EmulatedLinear(k, OUT, bias=True, device="cuda", dtype=dtype)
+        for sums in ("fp32", "tensor core")
+    }
+    for twin in twins.values():
+        twin.load_state_dict({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
+    generator, found = torch.Generator().manual_seed(k), {}
+    for _ in range(STEPS):
         x, dy = make_inputs(kind, k, generator)
-        outputs = {}
-        for label, module, context in (
-            ("real", layer, te.autocast(enabled=True, recipe=real)),
-            ("emulated", copy, emulation.autocast(recipe=imitation)),
-        ):
-            leaf = x.clone().requires_grad_()
-            with torch.autocast("cuda", torch.bfloat16), context:
-                y = module(leaf)
-            y.backward(dy)
-            outputs[label] = {"y": y.detach(), "dx": leaf.grad, "dw": module.weight.grad.clone()}
-            module.weight.grad = module.bias.grad = None
-        for tensor in ("y", "dx", "dw"):
-            found = compare(outputs["emulated"][tensor], outputs["real"][tensor])
-            rows.append(
-                {
-                    "recipe": f"{name} {real.fp8_format.name}",
-                    "params": params,
-                    "inputs": kind,
-                    "k": k,
-                    "step": step,
-                    "tensor": tensor,
-                    **found,
-                }
-            )
+        expected = one_step(layer, x, dy, te.autocast(enabled=True, recipe=real))
+        for sums, twin in twins.items():
+            context = emulation.autocast(recipe=imitation, hopper_sums=sums == "tensor core")
+            for tensor, value in one_step(twin, x, dy, context).items():
+                found.setdefault((sums, tensor), []).append(compare(value, expected[tensor]))
+    case = {"recipe": f"{name} {real.fp8_format.name}", "params": params, "inputs": kind, "k": k, "kind": "emulated"}
+    rows = [
+        case
+        | {"sums": sums, "tensor": tensor}
+        | {
+            "relative_error": max(step["relative_error"] for step in steps),
+            "identical": min(step["identical"] for step in steps),
+            "special_agrees": all(step["special_agrees"] for step in steps),
+            "finite": min(step["finite"] for step in steps),
+        }
+        for (sums, tensor), steps in found.items()
+    ]
     if name == "delayed":
         for direction in ("scaling_fwd", "scaling_bwd"):
             for field in ("scale", "amax_history"):
-                a, b = getattr(copy.fp8_meta[direction], field), getattr(layer.fp8_meta[direction], field)
+                a, b = (getattr(module.fp8_meta[direction], field) for module in (twins["fp32"], layer))
                 equal = bool(torch.equal(a.nan_to_num(nan=-1.0), b.nan_to_num(nan=-1.0)))
-                rows.append(
-                    {
-                        "recipe": f"{name} {real.fp8_format.name}",
-                        "params": params,
-                        "inputs": kind,
-                        "k": k,
-                        "step": STEPS - 1,
-                        "tensor": f"{direction}.{field}",
-                        "equal": equal,
-                    }
-                )
+                rows.append(case | {"tensor": f"{direction}.{field}", "equal": equal})
     return rows
+
+
+def misses(row: dict) -> bool:
+    if "equal" in row:
+        return not row["equal"]
+    if not row["special_agrees"]:
+        return True
+    if row["sums"] == "fp32":
+        return row["relative_error"] > LARGEST_ERROR_FP32_SUMS
+    too_few = row["params"] == "bf16" and row["identical"] < LEAST_IDENTICAL
+    return too_few or row["relative_error"] > LARGEST_ERROR[row["params"]]
 
 
 @pytest.fixture(scope="module")
 def collected(hardware):
     rows = []
     yield rows
-    method = f"te.Linear against EmulatedLinear, {TOKENS} tokens, {OUT} out, {STEPS} steps from an empty state, BF16 inputs under torch.autocast"
-    results.save(
-        "emulation",
-        hardware,
-        [r | {"kind": "emulated"} for r in rows],
-        method,
-        command="pytest --gpu tests/test_emulation_gpu.py",
+    method = (
+        f"te.Linear against EmulatedLinear, {TOKENS} tokens, {OUT} out, {STEPS} steps from an empty state, BF16 inputs under "
+        "torch.autocast; a row is the worst of the steps"
     )
+    results.save("emulation", hardware, rows, method, command="pytest --gpu tests/test_emulation_gpu.py")
 
 
-@pytest.mark.parametrize("kind", ["random", "zeros", "outlier", "denormals", "inf", "nan"])
-@pytest.mark.parametrize("k", [128, 2048, 16384])
+@pytest.mark.parametrize(("k", "kind"), CASES)
 @pytest.mark.parametrize("params", ["bf16", "fp32"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_emulated_equals_real(hardware, collected, recipe, params, k, kind):
@@ -142,8 +154,4 @@ def test_emulated_equals_real(hardware, collected, recipe, params, k, kind):
         pytest.skip(hardware.recipes[name])
     rows = run_pair(name, fields, params, kind, k, hardware)
     collected += rows
-    misses = [
-        r for r in rows
-        if not r.get("equal", True) or not r.get("special_agrees", True) or r.get("relative_error", 0) > LARGEST_ERROR[params] or (params == "bf16" and r.get("identical", 1) < LEAST_IDENTICAL)
-    ]  # fmt: skip
-    assert not misses, "\n".join(map(str, misses))
+    assert not any(map(misses, rows)), "\n".join(str(row) for row in rows if misses(row))

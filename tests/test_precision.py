@@ -66,3 +66,26 @@ def test_each_precision_computes_differently_from_the_same_weights(cpu):
             logits[name] = model(tokens)
     error = {name: ((logits[name] - logits["fp32"]).norm() / logits["fp32"].norm()).item() for name in logits}
     assert 0 < error["bf16"] < error["fp8"] < 0.2
+
+
+def test_nvfp4_rounds_stochastically_from_its_own_seed(cpu):
+    """Chosen anew, a run repeats; another seed, or going on with the same precision, draws other numbers."""
+    tokens = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(0))
+
+    def gradient(chosen):
+        model = chosen.build(TINY)
+        with chosen.autocast():
+            logits = model(tokens)
+        logits.logsumexp(-1).sum().backward()
+        return model.blocks[0].fc1.weight.grad
+
+    first = precision.choose("fp8", cpu, recipe="nvfp4")
+    assert "NVFP4BlockScaling" in first.label
+    once = gradient(first)
+    assert once.isfinite().all()
+    assert once.any()
+    assert torch.equal(once, gradient(precision.choose("fp8", cpu, recipe="nvfp4")))
+    assert not torch.equal(once, gradient(first))
+    assert not torch.equal(once, gradient(precision.choose("fp8", cpu, recipe="nvfp4", seed=1)))
+    nearest = {"recipe": "nvfp4", "disable_stochastic_rounding": True}
+    assert torch.equal(*(gradient(precision.choose("fp8", cpu, seed=seed, **nearest)) for seed in (0, 1)))

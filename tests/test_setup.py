@@ -4,6 +4,7 @@ Nothing here needs the network: what would be downloaded is a wheel of a few lin
 """
 
 import ast
+import importlib.util
 import json
 import os
 import shutil
@@ -11,12 +12,14 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE_PYTHON = Path(sys.base_prefix) / ("python.exe" if os.name == "nt" else f"bin/python3.{sys.version_info[1]}")
+needs_venv = pytest.mark.skipif(not importlib.util.find_spec("ensurepip"), reason="this Python has no ensurepip")
 needs_bash = pytest.mark.skipif(not shutil.which("bash") or os.name == "nt", reason="needs bash, as Colab has")
 
 
@@ -97,6 +100,7 @@ def checkout(tmp_path_factory) -> Checkout:
     return Checkout(tmp_path_factory.mktemp("setup"))
 
 
+@needs_venv
 def test_without_network_one_line_and_the_next_try_works(checkout):
     """The story of a first start: no network, then the network is back, then it is quick."""
     message = one_line(checkout("run", wheels=False))
@@ -113,6 +117,7 @@ def test_without_network_one_line_and_the_next_try_works(checkout):
     assert ran.stdout == "run []\n"  # nothing to install, nothing to say
 
 
+@needs_venv
 def test_lab_opens_the_first_notebook_and_names_a_gpu_that_lacks_te(checkout, tmp_path):
     ran = checkout("lab", "--no-browser", PATH=str(tmp_path), JUPYTER_PATH="/elsewhere")
     share = checkout.root / ".venv" / "share" / "jupyter"
@@ -137,6 +142,7 @@ def test_lab_opens_the_first_notebook_and_names_a_gpu_that_lacks_te(checkout, tm
     assert "Found" not in checkout("lab", PATH=str(tmp_path)).stdout
 
 
+@needs_venv
 def test_dev_requirements_come_with_test_and_changed_files_are_noticed(checkout):
     ran = checkout("test", "-k", "x")
     assert ran.stdout.splitlines()[-1].startswith("pytest ['-k', 'x'] ")
@@ -151,6 +157,7 @@ def test_dev_requirements_come_with_test_and_changed_files_are_noticed(checkout)
     assert checkout("run", wheels=False).stdout == "run []\n"  # the stamp was not touched by the failed try
 
 
+@needs_venv
 def test_a_broken_environment_is_made_again(checkout):
     venv = checkout.root / ".venv"
     shutil.rmtree(venv)
@@ -181,7 +188,7 @@ def test_a_python_without_venv_says_what_to_install(tmp_path, module):
     assert not (checkout.root / ".venv").exists()
 
 
-def old_pythons() -> list[str]:
+def old_pythons() -> Iterator[str]:
     folders = [Path(entry) for entry in os.environ.get("PATH", "").split(os.pathsep)]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     folders += [path / "bin" for path in pyenv.glob("versions/*")]
