@@ -253,7 +253,9 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.save_for_backward(x_col.values, w_col.values)
         ctx.scales = x_col.scale_inv, w_col.scale_inv
         ctx.quantizer = quantizer
-        return multiply(x_row, w_row.t(), quantizer.add(quantizer.recipe.split_forward), quantizer.dtype, bias)
+        y = multiply(x_row, w_row.t(), quantizer.add(quantizer.recipe.split_forward), quantizer.dtype, bias)
+        # Cast in here: autograd would round the gradient on its way back through a y.float() outside.
+        return y.float() if quantizer.layer.before_gelu and isinstance(quantizer.recipe, DelayedScaling) else y
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
@@ -280,7 +282,7 @@ class EmulatedLinear(nn.Linear):
     NaN met in inputs, weights and gradients: a NaN goes through to the result.
 
     `before_gelu`: under delayed scaling, hand the rounded result on as float32. TE fuses GELU with the cast that follows,
-    so GELU's own result goes into FP8 without being rounded to BF16; torch rounds it if it is given BF16.
+    so GELU's own result goes into FP8 without being rounded to BF16, and so does its gradient; torch would round both.
 
     Raises ValueError for other dtypes and for shapes that the recipe cannot take.
     """
@@ -298,15 +300,14 @@ class EmulatedLinear(nn.Linear):
         if region is None:
             return super().forward(x)
         recipe, training = region.recipe, torch.is_grad_enabled()
-        delayed = isinstance(recipe, DelayedScaling)
         formats.check_dtype(x)
         check_shapes(x, self.weight, recipe, training)
-        if delayed:
+        if isinstance(recipe, DelayedScaling):
             self._prepare_state(recipe, x.device)
             _regions[0].to_update[self.fp8_meta["scaling_fwd"]] = recipe
         quantizer = Quantizer(self, recipe, region.generator, result_dtype(x), training, region.hopper_sums)
         y = QuantizedLinear.apply(x.reshape(-1, self.in_features), self.weight, self.bias, quantizer)
-        return (y.float() if self.before_gelu and delayed else y).view(*x.shape[:-1], self.out_features)
+        return y.view(*x.shape[:-1], self.out_features)
 
     def amax(self, x: Tensor, role: str) -> Tensor:
         """Largest magnitude of `x`, float32 scalar. NaN is passed over, as by the GPU's fmaxf, but counted."""

@@ -471,6 +471,8 @@ def test_before_gelu_is_for_delayed_scaling():
         assert torch.equal(y, y.bfloat16().float())
         with autocast(recipe=Float8CurrentScaling()):
             assert layer(torch.randn(16, 128)).dtype == torch.bfloat16
+    y.backward(torch.full_like(y, 1 + 2.0**-20))  # what BF16 would round
+    assert layer.fp8_meta["scaling_bwd"].amax_history[-1, 0] == 1 + 2.0**-20
 
 
 def test_nothing_to_emulate():
