@@ -170,15 +170,23 @@ class Operand(NamedTuple):
 
     values: Tensor  # float32, the shape of the original
     scale_inv: Tensor | float  # scalar, multiplies the GEMM's result
+    lowest_exponent: int | None = None  # of the format; None where block scales shift it
 
     def t(self) -> "Operand":
-        return Operand(self.values.t(), self.scale_inv)
+        return self._replace(values=self.values.t())
 
 
-def multiply(a: Operand, b: Operand, add, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a (m, k) times b (k, n), summed by `add`, plus bias (n,), in float32, rounded once to `dtype`."""
+def multiply(a: Operand, b: Operand, split: bool | None, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a (m, k) times b (k, n) plus bias (n,), rounded once to `dtype`.
+
+    `split`: None adds up in float32; True or False as a Hopper tensor core, with split or fast accumulation.
+    """
     with torch.autocast(a.values.device.type, enabled=False):
-        product = add(a.values, b.values).mul_(a.scale_inv * b.scale_inv)
+        if split is None:
+            product = a.values @ b.values
+        else:
+            product = tensor_core.matmul(a.values, b.values, split, a.lowest_exponent, b.lowest_exponent)
+        product = product.mul_(a.scale_inv * b.scale_inv)
     return (product if bias is None else product.add_(bias.to(dtype))).to(dtype)
 
 
@@ -193,9 +201,9 @@ class Quantizer:
     training: bool  # grad was enabled in forward: record amaxes, prepare operands for backward
     hopper_sums: bool
 
-    def add(self, split: bool):
-        """The matrix product that adds up as asked: in float32, or as a tensor core does."""
-        return partial(tensor_core.matmul, split=split) if self.hopper_sums else torch.matmul
+    def split(self, forward: bool) -> bool | None:
+        """How `multiply` adds up: TE accumulates fast in a per-tensor recipe's forward GEMM, split everywhere else."""
+        return (not forward or self.recipe.split_forward) if self.hopper_sums else None
 
     def __call__(self, x: Tensor, role: str) -> tuple[Operand, Operand]:
         """Quantizes `x` (rows, columns) for a GEMM that sums over its columns, and for one that sums over its rows.
@@ -230,7 +238,7 @@ class Quantizer:
 
     def _per_tensor(self, x: Tensor, scale: Tensor, fmt: formats.Format) -> tuple[Operand, Operand]:
         # .float() first: a BF16 tensor times a 0-dim FP32 scale would stay BF16 and so be rounded twice.
-        operand = Operand(formats.quantize(x.float() * scale, fmt), 1 / scale)
+        operand = Operand(formats.quantize(x.float() * scale, fmt), 1 / scale, int(math.log2(fmt.min_normal)))
         return operand, operand
 
     def _blocks(self, x: Tensor, role: str, quantize) -> tuple[Operand, Operand]:
@@ -251,21 +259,21 @@ class QuantizedLinear(torch.autograd.Function):
         x_row, x_col = quantizer(x, "input")
         w_row, w_col = quantizer(weight, "weight")
         ctx.save_for_backward(x_col.values, w_col.values)
-        ctx.scales = x_col.scale_inv, w_col.scale_inv
+        ctx.operands = x_col._replace(values=None), w_col._replace(values=None)
         ctx.quantizer = quantizer
-        y = multiply(x_row, w_row.t(), quantizer.add(quantizer.recipe.split_forward), quantizer.dtype, bias)
+        y = multiply(x_row, w_row.t(), quantizer.split(forward=True), quantizer.dtype, bias)
         # Cast in here: autograd would round the gradient on its way back through a y.float() outside.
         return y.float() if quantizer.layer.before_gelu and isinstance(quantizer.recipe, DelayedScaling) else y
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
         quantizer = ctx.quantizer
-        x, w = (Operand(values, scale) for values, scale in zip(ctx.saved_tensors, ctx.scales, strict=True))
+        x, w = (operand._replace(values=v) for operand, v in zip(ctx.operands, ctx.saved_tensors, strict=True))
         grad_row, grad_col = quantizer(grad_output, "grad_output")
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        add = quantizer.add(split=True)
-        dx = multiply(grad_row, w, add, quantizer.dtype) if needs_dx else None
-        dw = multiply(grad_col.t(), x, add, quantizer.dtype) if needs_dw else None
+        split = quantizer.split(forward=False)
+        dx = multiply(grad_row, w, split, quantizer.dtype) if needs_dx else None
+        dw = multiply(grad_col.t(), x, split, quantizer.dtype) if needs_dw else None
         db = grad_output.float().sum(0).to(quantizer.dtype) if needs_db else None  # of the unquantized gradient
         if isinstance(quantizer.recipe, DelayedScaling):
             quantizer.layer.fp8_meta["scaling_bwd"].update(
