@@ -7,9 +7,9 @@
 
 Recipes, defaults and the layout of the state are TE's. Operands are really rounded to FP8, by torch's float8 casts, and
 multiplied in float32, which holds FP8 values and their products exactly. What is left between this and a Hopper GPU is
-how its tensor cores add up: one BF16 unit in a few percent of the results, and more in long sums.
-`autocast(hopper_sums=True)` adds as they do (helpers/tensor_core.py), and then every bit agrees; it is very slow. `tests/test_emulation_traces.py`
-compares with recordings of TE 2.20.2 on an H200. Nothing here is fast; it is float32 arithmetic.
+how its tensor cores add up: one BF16 unit in a few percent of the results, and more in long sums. With
+`autocast(hopper_sums=True)` sums are formed as they form them (helpers/tensor_core.py); every bit agrees then, but it is
+very slow. `tests/test_emulation_traces.py` compares with recordings of TE 2.20.2 on an H200.
 
 Different from TE on purpose: an evaluation under `torch.no_grad` leaves the state exactly as it was (TE keeps its amax
 in the staging row, for the next training step), and leaving an autocast region updates the layers that ran in it (TE:

@@ -184,6 +184,8 @@ def import_te():
         return None, f"Transformer Engine does not import: {type(error).__name__}: {first_line}"
     if tuple(int(n) for n in version.split(".")[:2]) < OLDEST_TE:
         return None, f"Transformer Engine {version} is older than 2.9; install a newer one"
+    # TE compiles small functions anew for each shape; after 8 of them torch would warn and stop compiling.
+    torch._dynamo.config.recompile_limit = 64
     return te, version
 
 

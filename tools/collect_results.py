@@ -2,12 +2,12 @@
 
 FOLDER (default artifacts/) holds what `make run` left there: run/*.ipynb, run/summary.json and results/<gpu>/*.json. A
 machine that received the files without their git history leaves `commit` empty in the JSON; so collect in the checkout that
-was sent, before anything is changed: the commit is then filled in from here. Afterwards README's tables are rendered anew.
+was sent, before anything is changed: the commit is then filled in from here. What notebooks printed on stderr, progress bars
+and logs with that machine's paths, is left out. Afterwards README's tables are rendered anew.
 """
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -21,8 +21,17 @@ LARGEST_NOTEBOOK = 1_000_000  # bytes; a larger one is not readable on the web
 
 def write(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def without_stderr(notebook: str) -> str:
+    """An executed notebook's text without its stderr outputs."""
+    content = json.loads(notebook)
+    for cell in content.get("cells", []):
+        if "outputs" in cell:
+            cell["outputs"] = [output for output in cell["outputs"] if output.get("name") != "stderr"]
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
 def collect(source: Path) -> list[Path]:
@@ -53,7 +62,7 @@ def collect(source: Path) -> list[Path]:
             raise ValueError(
                 f"{notebook} has {notebook.stat().st_size / 1e6:.1f} MB; at most 1 MB is recorded. Make its figures smaller"
             )
-        shutil.copyfile(notebook, target / notebook.name)
+        write(target / notebook.name, without_stderr(notebook.read_text(encoding="utf-8")))
         written.append(target / notebook.name)
     write(target / "summary.json", json.dumps(summary, indent=1) + "\n")
     return [*written, target / "summary.json"]

@@ -244,11 +244,11 @@ def widget_outputs(nb):
 
 
 def warning_lines(output) -> list[str]:
-    """The lines on stderr that hold the word Warning (tqdm's bars are on stderr too, and are fine)."""
+    """The lines on stderr that hold the word Warning or are torch's log of one, W1130 …; tqdm's bars there are fine."""
     if output.get("output_type") != "stream" or output.get("name") != "stderr":
         return []
     text = output["text"] if isinstance(output["text"], str) else "".join(output["text"])
-    return [line.strip() for line in text.splitlines() if "Warning" in line]
+    return [line.strip() for line in text.splitlines() if re.search(r"Warning|^W\d{4} ", line)]
 
 
 def inspect_outputs(nb, result: Result, own: int | None = None) -> None:
