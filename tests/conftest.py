@@ -2,7 +2,7 @@
 
 pytest            a CPU is enough; tests marked `gpu` are skipped
 pytest --gpu      runs them too; without a CUDA GPU or Transformer Engine they fail
-pytest --slow     adds what takes minutes: a fresh installation
+pytest --slow     adds what takes minutes: every notebook twice in one kernel, a fresh installation
 """
 
 import functools
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run the tests marked gpu; a missing GPU or TE makes them fail")
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow (a fresh installation)")
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
     parser.addoption("--traces", type=Path, default=ROOT / "tests" / "data", help="folder of recorded hardware traces")
 
 

@@ -127,6 +127,7 @@ def snapshot(tree: Path) -> dict[str, tuple[int, int]]:
     return {str(path.relative_to(tree)): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS[::-1], ids=NAMES[::-1])
 def test_alone_and_twice_in_one_kernel(path, tree, pytestconfig):
     """No artifact of another notebook is there; no warning, no widget error, no growing memory, no stray file."""

@@ -31,7 +31,7 @@ COMMANDS = {
     "lab": "open JupyterLab on the first notebook",
     "run": "execute the notebooks on copies in artifacts/run/ (--notebook 03, --deeper, --out DIR)",
     "test": "run the tests (further arguments go to pytest)",
-    "test-all": "the tests and the slow ones: a fresh installation from an empty HOME",
+    "test-all": "the tests and the slow ones: every notebook twice in one kernel, a fresh installation, ...",
     "results": "take what `run` left in artifacts/ on a GPU machine into results/, rewrite the tables",
     "badges": "set the repository in badges and setup cells (--repo owner/name, --branch main, --check)",
     "setup": "only make .venv (--dev: with what the tests need)",
