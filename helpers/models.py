@@ -149,15 +149,24 @@ class MiniGPT(nn.Module):
         load_plain_state(self, initial_state(config, generator or torch.Generator().manual_seed(0)))
 
     def forward(self, tokens):
-        _batch, seq = tokens.shape
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.logits(x)
+
+    def embed(self, tokens):
+        """(batch, seq) int64 -> (batch, seq, d_model). Raises ValueError if there are more tokens than positions."""
+        seq = tokens.shape[1]
         if seq > self.config.seq_len:
             raise ValueError(f"{seq} tokens given; this model takes at most {self.config.seq_len}")
         x = self.emb(tokens) + self.pos(torch.arange(seq, device=tokens.device))
         if torch.is_autocast_enabled(x.device.type):
             # TransformerLayer does this itself: the residual stream is BF16. Both backends do, to stay the same function.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        for block in self.blocks:
-            x = block(x)
+        return x
+
+    def logits(self, x):
+        """(batch, seq, d_model) -> (batch, seq, vocab) float32."""
         return self.head(self.ln_f(x)).float()
 
 

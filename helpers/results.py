@@ -33,17 +33,10 @@ def git(*arguments: str) -> str | None:
         return None
 
 
-def save(name: str, hardware: Hardware, rows: list[dict], method: str, command: str | None = None) -> Path:
-    """Writes rows with their provenance to artifacts/results/<gpu>/<name>.json, whole or not at all; returns the path.
-
-    Each row says its `kind`: measured, emulated or modelled. `method` says warm-up, repeats and order in words.
-    """
-    for row in rows:
-        if row.get("kind") not in KINDS:
-            raise ValueError(f"a row of {name} has kind {row.get('kind')!r}; choose one of {', '.join(KINDS)}")
+def provenance(hardware: Hardware, command: str | None) -> dict:
+    """When, by which command, from which commit and on which machine."""
     status = git("status", "--porcelain")
-    content = {
-        "schema": SCHEMA,
+    return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": git("rev-parse", "HEAD"),
@@ -52,15 +45,58 @@ def save(name: str, hardware: Hardware, rows: list[dict], method: str, command: 
             k: getattr(hardware, k)
             for k in ("gpu", "capability", "driver", "cuda", "cudnn", "torch", "te", "python", "tier")
         },
-        "method": method,
-        "rows": rows,
     }
-    path = ARTIFACTS / "results" / hardware.slug / f"{name}.json"
+
+
+def check_kinds(name: str, rows: list[dict]) -> None:
+    for row in rows:
+        if row.get("kind") not in KINDS:
+            raise ValueError(f"a row of {name} has kind {row.get('kind')!r}; choose one of {', '.join(KINDS)}")
+
+
+def write(path: Path, content: dict) -> Path:
+    """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
+
+
+def save(name: str, hardware: Hardware, rows: list[dict], method: str, command: str | None = None) -> Path:
+    """Writes rows with their provenance to artifacts/results/<gpu>/<name>.json, whole or not at all; returns the path.
+
+    Each row says its `kind`: measured, emulated or modelled. `method` says warm-up, repeats and order in words.
+    """
+    check_kinds(name, rows)
+    path = ARTIFACTS / "results" / hardware.slug / f"{name}.json"
+    return write(path, {"schema": SCHEMA, **provenance(hardware, command), "method": method, "rows": rows})
+
+
+def merge(
+    name: str, hardware: Hardware, rows: list[dict], method: str, keys: tuple[str, ...], command: str | None = None
+) -> Path:
+    """Like `save`, into a file that grows run by run: rows with equal `keys` replace older ones, the rest stays.
+
+    Every row carries the provenance of its own run. Starts from what is in artifacts/, else from what is committed. Raises
+    ValueError, and writes nothing, if that file is of another schema.
+    """
+    check_kinds(name, rows)
+    path = ARTIFACTS / "results" / hardware.slug / f"{name}.json"
+    before = next((p for p in (path, RECORDED / hardware.slug / f"{name}.json") if p.exists()), None)
+    old = read(before)["rows"] if before else []
+    own = provenance(hardware, command)
+
+    def key(row):
+        return tuple(row.get(k) for k in keys)
+
+    new = {key(row) for row in rows}
+    kept = [row for row in old if key(row) not in new]
+    merged = kept + [row | {"provenance": own} for row in rows]
+    return write(path, {"schema": SCHEMA, **own, "method": method, "rows": merged})
 
 
 def read(path: Path) -> dict:
