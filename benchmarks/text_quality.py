@@ -1,6 +1,6 @@
 """Does FP8 learn text as well as BF16? Validation loss over seeds, for each precision, REAL and EMULATED.
 
-    python benchmarks/text_quality.py [--seeds 8] [--steps 300]
+    python -m benchmarks.text_quality [--seeds 8] [--steps 300]
 
 The `laptop` model learns the help texts of Python (characters), batch 32. A seed sets the weights and the batches, the same
 for every variant. Variants run in processes of their own, side by side. Writes artifacts/results/<machine>/text_quality.json.
@@ -8,15 +8,11 @@ for every variant. Variants run in processes of their own, side by side. Writes 
 
 import argparse
 import multiprocessing
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from helpers import data, emulation, hardware, models, precision, results, training
 
@@ -95,7 +91,7 @@ if __name__ == "__main__":
             hw,
             rows,
             method,
-            command=f"python benchmarks/text_quality.py --seeds {options.seeds} --steps {options.steps}",
+            command=f"python -m benchmarks.text_quality --seeds {options.seeds} --steps {options.steps}",
         )
     )
     table = pd.DataFrame(rows).groupby("variant", sort=False)["validation_loss"].agg(["mean", "std", "min", "max"])
