@@ -1,4 +1,4 @@
-"""The decision table, every fallback with the exception that is really raised, and the command line."""
+"""The decision table, what the notebooks get in their own process, tiers, and the command line."""
 
 import json
 import os
@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from fakes import GPU, Workshop, broken_te
 
 from helpers import hardware
+from helpers.advice import Advice
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKS = dict.fromkeys(hardware.RECIPES, "")
@@ -16,23 +18,11 @@ ONLY_FP8 = WORKS | {"mxfp8": "needs 10.0", "nvfp4": "needs 10.0"}
 NONE = dict.fromkeys(hardware.RECIPES, "off")
 
 
-def fresh(*arguments, path=None, **environment):
-    """Runs Python in a fresh process, with `path` first on its module path."""
+def fresh(*arguments, **environment):
+    """Runs this checkout in a fresh process, with the real torch."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("WORKSHOP_")} | environment
-    env["PYTHONPATH"] = os.pathsep.join(str(p) for p in (path, ROOT) if p)
+    env["PYTHONPATH"] = str(ROOT)
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
-
-
-def fake_te(folder: Path, body: str, version="2.20.2", recipe="") -> Path:
-    """A throw-away transformer_engine package whose pytorch half runs `body` when it is imported."""
-    package = folder / "transformer_engine"
-    (package / "pytorch").mkdir(parents=True)
-    (package / "common").mkdir()
-    (package / "__init__.py").write_text(f"__version__ = {version!r}\n")
-    (package / "pytorch" / "__init__.py").write_text(body)
-    (package / "common" / "__init__.py").write_text("")
-    (package / "common" / "recipe.py").write_text(recipe)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -55,70 +45,70 @@ def test_tier_follows_from_what_ran(capability, te, recipes, tier):
     assert hardware.choose_tier(capability, te, recipes) == tier
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("raise ImportError('libcudart.so.13: cannot open shared object file')", "ImportError: libcudart.so.13"),
-        ("raise OSError('undefined symbol: _ZN3c10')", "OSError: undefined symbol"),
-        ("import ctypes; ctypes.CDLL('libno_such_library.so.9')", "OSError: libno_such_library.so.9"),
-        ("open('/no/such/_C.so')", "FileNotFoundError"),
-        ("next(iter(()))", "StopIteration"),
-        (
-            "assert False, 'TransformerEngine package version mismatch'",
-            "AssertionError: TransformerEngine package version mismatch",
-        ),
-        ("raise RuntimeError('cuDNN 9.12 or newer is required')", "RuntimeError: cuDNN 9.12"),
-        ("import no_such_dependency", "does not import: ModuleNotFoundError: No module named 'no_such_dependency'"),
-        ("raise ImportError()", "ImportError: no message"),
-    ],
-)
-def test_broken_te_turns_te_off_with_the_reason(tmp_path, body, expected):
-    run = fresh("-m", "helpers.hardware", "--json", path=fake_te(tmp_path, body))
-    assert run.returncode == 0, run.stderr
-    report = json.loads(run.stdout)
-    assert report["te"] is None
-    assert report["backend"] == "torch"
-    assert expected in report["te_reason"]
-    assert not report["fp8"]
+# ------------------------------------------------------------------------------------------------ in a notebook's process
 
 
-def test_old_te_is_refused(tmp_path):
-    run = fresh("-m", "helpers.hardware", "--json", path=fake_te(tmp_path, "", version="2.8.0"))
-    assert "2.8.0 is older than 2.9" in json.loads(run.stdout)["te_reason"]
+@pytest.fixture
+def workshop(tmp_path) -> Workshop:
+    return Workshop(tmp_path / "workshop")
 
 
-def test_te_without_a_gpu_says_so(tmp_path):
-    run = fresh("-m", "helpers.hardware", "--json", path=fake_te(tmp_path, ""), CUDA_VISIBLE_DEVICES="")
-    assert "needs a GPU" in json.loads(run.stdout)["te_reason"]
-
-
-def test_te_missing_is_said():
-    blocked = "import sys; sys.modules['transformer_engine'] = None; from helpers.hardware import import_te; print(import_te())"
-    assert "not installed" in fresh("-c", blocked).stdout
-
-
-PROBES = """
-def is_fp8_available(return_reason=False):
-    return {answer}
+LOOK = """
+import json, sys
+from helpers import hardware
+{before}
+hw = hardware.detect()
+loaded = "transformer_engine.pytorch" in sys.modules
+te, why = hardware.import_te()
+limit = sys.modules["torch"]._dynamo.config.recompile_limit if "torch" in sys.modules else None
+print(json.dumps([hw.te, hw.te_reason, hw.fp8, [a.fix for a in hw.advice], loaded, te is not None, why, limit]))
 """
-PROVE = "from helpers.hardware import *; import transformer_engine.pytorch as te; print(repr(prove(te, 'delayed')))"
 
 
-def test_te_own_reason_is_shown(tmp_path):
-    path = fake_te(tmp_path, PROBES.format(answer="False, 'Device compute capability 8.9 or higher required'"))
-    assert "compute capability 8.9 or higher required" in fresh("-c", PROVE, path=path).stdout
+def look(workshop, before="", **options):
+    ran = workshop.python("-c", LOOK.format(before=before), **options)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
 
 
-def test_a_claim_that_crashes_is_not_believed(tmp_path):
-    body = (
-        PROBES.format(answer="True, ''")
-        + "class Linear:\n    def __init__(self, *a, **k): raise RuntimeError('cublasLt: no algorithm')\n"
-    )
-    path = fake_te(tmp_path, body, recipe="class DelayedScaling: pass")
-    assert (
-        "claimed by TE, but a test layer failed: RuntimeError: cublasLt: no algorithm"
-        in fresh("-c", PROVE, path=path).stdout
-    )
+def test_te_that_works_is_imported_at_once_and_may_compile(workshop):
+    """At once: it has to come before anything that touches cuDNN. The verdict is read, or decided, all the same."""
+    for _ in range(2):
+        assert look(workshop) == ["2.20.2", "", True, [], True, True, "2.20.2", 64]
+
+
+def test_te_that_crashes_is_never_imported_here(tmp_path, workshop):
+    te, why, fp8, _, loaded, got, said, _ = look(workshop, path=(GPU, broken_te(tmp_path, "import os; os.abort()")))
+    assert (te, fp8, loaded, got) == (None, False, False, False)
+    assert why == said == "importing Transformer Engine ended the process (SIGABRT)"
+
+
+def test_torch_installed_while_the_kernel_runs(workshop):
+    """pip replaced it on disk; this process still has the old one, which TE must not be loaded into."""
+    te, why, fp8, fixes, loaded, got, said, _ = look(workshop, before="import torch; torch.__version__ = '2.9.0+cu128'")
+    assert (te, fp8, loaded, got) == (None, False, False, False)
+    assert why == said == "torch 2.11.0+cu130 was installed while this process runs 2.9.0+cu128: restart the kernel"
+    assert fixes == ["Kernel > Restart Kernel"]
+
+
+def test_te_that_works_elsewhere_and_not_here(workshop):
+    """As when something else has loaded another cuDNN into this process."""
+    before = "sys.modules['transformer_engine.common'] = None"
+    te, why, fp8, fixes, _, got, said, _ = look(workshop, before=before)
+    assert (te, fp8, got) == (None, False, False)
+    assert why == said
+    assert why.endswith("In a fresh process it works: restart the kernel")
+    assert fixes == ["Kernel > Restart Kernel"]
+
+
+def test_the_command_line_imports_neither_torch_nor_te(workshop):
+    """Only the probing process does: the report of a kept verdict comes in milliseconds."""
+    code = "import sys; from helpers import hardware; sys.argv[1:] = []; hardware.main(); print({'torch', 'transformer_engine'} & set(sys.modules))"
+    for _ in range(2):
+        assert workshop.python("-c", code).stdout.endswith("\nset()\n")
+
+
+# ------------------------------------------------------------------------------------------------ the command line
 
 
 def test_report_and_json_agree():
@@ -127,6 +117,25 @@ def test_report_and_json_agree():
     assert report["mode"] == text.stdout.splitlines()[0]
     assert report["torch"] in text.stdout
     assert set(report["recipes"]) == {"delayed", "current", "block", "mxfp8", "nvfp4"}
+    assert text.stderr == data.stderr == ""
+
+
+def test_the_report_says_first_what_to_do(tmp_path, workshop):
+    te = broken_te(tmp_path, "raise OSError('undefined symbol: _ZN3c10 <b>')")
+    ran = workshop.python("-m", "helpers.hardware", path=(GPU, te))
+    lines = ran.stdout.splitlines()
+    assert lines[0].startswith("tier bf16 | TE OFF (")
+    assert lines[1].startswith("To fix, most useful first")
+    assert "compiled for another torch" in lines[2]
+    assert "pip cache remove" in lines[3]
+    assert lines[4].split() == ["tier", "bf16"]
+    assert sum("undefined symbol" in line for line in lines) == 3  # mode, TE, all recipes together
+    html = workshop.python(
+        "-c", "from helpers import hardware; print(hardware.detect()._repr_html_())", path=(GPU, te)
+    ).stdout
+    assert "<ol><li>Transformer Engine was compiled for another torch" in html
+    assert "<code>" in html
+    assert "<b>)" not in html
 
 
 @pytest.mark.parametrize(
@@ -144,35 +153,52 @@ def test_wrong_environment_is_one_clear_line(environment, message):
     assert len(run.stderr.splitlines()) == 1
 
 
-def test_unknown_argument_is_refused():
-    run = fresh("-m", "helpers.hardware", "--yaml")
-    assert run.returncode == 1
-    assert "--yaml" in run.stderr
+@pytest.mark.parametrize("wrong", ["--yaml", "--fresh=soon"])
+def test_wrong_argument_is_refused(wrong):
+    run = fresh("-m", "helpers.hardware", wrong)
+    assert run.returncode == 2
+    assert wrong.split("=")[-1] in run.stderr
 
 
-def machine(capability=(9, 0), te="2.20.2", recipes=ONLY_FP8):
+# ------------------------------------------------------------------------------------------------ tiers
+
+
+@pytest.mark.parametrize(
+    ("tier", "gpu", "te", "working"),
+    [
+        ("cpu", None, None, []),
+        ("fp32", "NVIDIA B200", None, []),
+        ("bf16", "NVIDIA B200", "2.20.2", []),
+        ("fp8", "NVIDIA B200", "2.20.2", ["delayed", "current", "block"]),
+        ("blackwell", "NVIDIA B200", "2.20.2", list(hardware.RECIPES)),
+    ],
+)
+def test_a_b200_shows_every_tier(workshop, tier, gpu, te, working):
+    report = workshop.report(WORKSHOP_TIER=tier, FAKE_MACHINE={"name": "NVIDIA B200", "capability": [10, 0]})
+    assert (report["tier"], report["machine_tier"]) == (tier, "blackwell")
+    assert (report["gpu"], report["te"]) == (gpu, te)
+    assert report["device"] == ("cpu" if tier == "cpu" else "cuda")
+    assert report["preset"] == ("laptop" if tier == "cpu" else "compact")
+    assert [name for name, why in report["recipes"].items() if why == ""] == working
+    assert all(why in ("", f"WORKSHOP_TIER={tier}") for why in report["recipes"].values())
+
+
+def test_a_tier_above_the_machine_is_refused(workshop):
+    ran = workshop.python("-m", "helpers.hardware", WORKSHOP_TIER="blackwell")
+    assert ran.returncode == 1
+    assert (
+        ran.stderr
+        == "hardware: WORKSHOP_TIER='blackwell' is above this machine (fp8); it can show cpu, fp32, bf16, fp8\n"
+    )
+
+
+def machine(capability=(9, 0), te="2.20.2", recipes=ONLY_FP8, advice=()):
     """The facts of a machine we do not have."""
     return {
         "device": "cuda", "device_reason": "", "gpu": "NVIDIA H100", "capability": capability, "memory_gb": 80.0, "driver": "580",
         "cuda": "13.0", "cudnn": "9.19.0", "torch": "2.11.0", "python": "3.12", "te": te, "te_reason": "", "recipes": recipes,
+        "advice": advice, "decided": "2026-12-01T00:00:00+00:00",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("tier", "te", "device", "working"),
-    [
-        ("cpu", None, "cpu", []),
-        ("fp32", None, "cuda", []),
-        ("bf16", "2.20.2", "cuda", []),
-        ("fp8", "2.20.2", "cuda", ["delayed", "current", "block"]),
-    ],
-)
-def test_a_lower_tier_takes_away_what_it_lacks(tier, te, device, working):
-    facts = machine(capability=(10, 0), recipes=WORKS)
-    facts |= hardware.lower(facts, tier)
-    assert (facts["te"], facts["device"]) == (te, device)
-    assert [name for name, why in facts["recipes"].items() if why == ""] == working
-    assert all(why in ("", f"WORKSHOP_TIER={tier}") for why in facts["recipes"].values())
 
 
 def test_card_carries_tier_and_fp8_for_the_runner():
@@ -181,11 +207,62 @@ def test_card_carries_tier_and_fp8_for_the_runner():
     assert bundle[hardware.CARD_MIME] == {"tier": "fp8", "fp8": "real"}
     assert "REAL" in bundle["text/html"]
     assert "&lt;b&gt;" in bundle["text/html"]
+    assert "helpers.hardware" not in bundle["text/html"]
     with pytest.raises(ValueError, match="real, emulated, recorded, off"):
         hw.card("imagined")
+
+
+def test_card_points_to_the_report_if_something_can_be_mended():
+    hw = hardware.Hardware(tier="fp8", machine_tier="fp8", preset="compact", **machine(advice=(Advice("x:", "y"),)))
+    bundle = hw.card("real")._repr_mimebundle_()
+    assert "python -m helpers.hardware" in bundle["text/html"]
+    assert "python -m helpers.hardware" in bundle["text/plain"]
 
 
 def test_bf16_is_decided_by_capability_not_by_torch():
     t4 = hardware.Hardware(tier="fp32", machine_tier="fp32", preset="compact", **machine((7, 5), None, NONE))
     assert not t4.bf16
     assert t4.backend == "torch"
+
+
+# ------------------------------------------------------------------------------------------------ on a Hopper GPU
+
+
+@pytest.fixture
+def hopper():
+    import torch
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("a test of what a Hopper GPU does")
+
+
+@pytest.mark.gpu
+def test_hopper_runs_fp8_and_says_why_not_the_rest(hopper, tmp_path):
+    """Decided by real processes, in a workshop of its own."""
+    report = Workshop(tmp_path / "workshop").report(path=(), timeout=600)
+    assert (report["tier"], report["te_reason"], report["device"]) == ("fp8", "", "cuda")
+    assert [report["recipes"][name] for name in ("delayed", "current", "block")] == ["", "", ""]
+    assert report["recipes"]["mxfp8"] == "Device compute capability 10.0 or higher required for MXFP8 execution."
+    assert report["recipes"]["nvfp4"] == "Device compute capability 10.0 or higher required for NVFP4 execution."
+    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    assert report["driver"] in subprocess.run(smi, capture_output=True, text=True, check=True).stdout
+    assert report["advice"] == []
+
+
+@pytest.mark.gpu
+def test_a_second_process_reads_the_kept_verdict(hopper, tmp_path):
+    workshop = Workshop(tmp_path / "workshop")
+    first = workshop.report(path=(), timeout=600)
+    written = workshop.file.stat().st_mtime_ns
+    code = "from helpers import hardware; hw = hardware.detect(); te, version = hardware.import_te(); "
+    code += "print(hw.decided, version, hw.fp8, te.Linear(16, 16, device='cuda').weight.shape[0])"
+    ran = workshop.python("-c", code, path=(), timeout=600)
+    assert ran.stdout.split() == [first["decided"], first["te"], "True", "16"], ran.stderr
+    assert workshop.file.stat().st_mtime_ns == written
+
+
+@pytest.mark.gpu
+def test_an_empty_cuda_visible_devices_on_a_gpu_machine(tmp_path):
+    report = Workshop(tmp_path / "workshop").report(path=(), CUDA_VISIBLE_DEVICES="", timeout=600)
+    assert report["tier"] == "cpu"
+    assert [entry["fix"] for entry in report["advice"]] == ["unset CUDA_VISIBLE_DEVICES"]
