@@ -27,7 +27,6 @@ PRESET_NAMES = ("laptop", "compact", "scale_up")
 FP8_KINDS = ("real", "emulated", "recorded", "off")
 CARD_MIME = "application/vnd.fp8-workshop.card+json"
 BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
-RAN = "a forward and a backward pass ran here"
 FIX_FIRST = "To fix, most useful first (in a terminal, in the workshop's folder; restart the kernel afterwards):"
 
 
@@ -84,12 +83,17 @@ class Hardware:
         fp8 = "FP8 REAL" if self.fp8 else f"FP8 on this machine OFF{'' if why == self.te_reason else f' ({why})'}"
         return f"tier {self.tier} | {te} | {fp8}"
 
-    def by_reason(self) -> list[tuple[str, list[str]]]:
-        """[("", the recipes that work), (a reason, the recipes that are off for it), ...]."""
+    def recipe_rows(self) -> list[tuple[str, str]]:
+        """The recipes that work, then the others; those with the same reason together."""
         groups = {}
         for name, why in self.recipes.items():
             groups.setdefault(why, []).append(name)
-        return sorted(groups.items(), key=lambda group: group[0] != "")
+        rows = []
+        for why, names in sorted(groups.items(), key=lambda group: group[0] != ""):
+            told = "they need Transformer Engine" if why and why == self.te_reason else why
+            told = told or "a forward and a backward pass ran here"
+            rows.append((f"recipes {'off' if why else 'REAL'}", f"{', '.join(names)}: {told}"))
+        return rows
 
     def rows(self) -> list[tuple[str, str]]:
         """What works here and what does not, most useful first: (what, value)."""
@@ -100,10 +104,7 @@ class Hardware:
             ("compute capability", f"{self.capability[0]}.{self.capability[1]}" if self.capability else "-"),
             ("GPU memory", f"{self.memory_gb:.0f} GB" if self.memory_gb else "-"),
             ("Transformer Engine", self.te or f"off: {self.te_reason}"),
-            *(
-                (f"recipes {'off' if why else 'REAL'}", f"{', '.join(names)}: {why or RAN}")
-                for why, names in self.by_reason()
-            ),
+            *self.recipe_rows(),
             ("model preset", self.preset),
             ("driver | CUDA | cuDNN", " | ".join(v or "-" for v in (self.driver, self.cuda, self.cudnn))),
             ("torch | Python", f"{self.torch} | {self.python}"),

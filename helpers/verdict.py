@@ -194,7 +194,7 @@ def facts(found: dict, layers: dict[str, str], here: dict) -> dict:
     no_gpu, te, why = found["device_reason"], found.get("te"), found.get("te_reason", "")
     capability = found.get("capability")
     if no_gpu:
-        why = why or f"Transformer Engine{f' {te}' if te else ''} needs a GPU: {no_gpu}"
+        why = why or f"Transformer Engine{f' {te}' if te else ''} needs a GPU"
     elif tuple(capability) < probe.OLDEST_CAPABILITY:
         needed = ".".join(map(str, probe.OLDEST_CAPABILITY))
         why = f"compute capability {capability[0]}.{capability[1]} is below {needed}, which Transformer Engine needs"
