@@ -18,14 +18,14 @@ class Exercise:
     deeper: bool  # folded, for those who want more
 
 
-EXERCISES: dict[str, Exercise] = {}
+registered: dict[str, Exercise] = {}
 
 
 def exercise(notebook: str, outcome: str, hints: tuple[str, str], deeper: bool = False):
     """Lists a check under its function's name."""
 
     def listed(check):
-        EXERCISES[check.__name__] = Exercise(check.__name__, notebook, outcome, hints, check, deeper)
+        registered[check.__name__] = Exercise(check.__name__, notebook, outcome, hints, check, deeper)
         return check
 
     return listed
