@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TAKEN = r"out of memory|busy or unavailable"
+TAKEN = "out of memory|busy or unavailable"
+NOT_READY = "Error 802|system not yet initialized"
+UNFIT = (
+    "Error 80[34]|forward compatibility|unknown error|initialization (failed|error)|took more than|ended the process"
+)
 NOT_A_STRAY = ("NVTE_BUILD_", "NVTE_CUDA_", "NVTE_FRAMEWORK")  # these matter while TE is compiled
 
 
@@ -99,12 +103,12 @@ GPU = [
         "nvidia-smi",
     ),
     (
-        "Error 802|system not yet initialized",
+        NOT_READY,
         "The GPUs wait for NVIDIA's Fabric Manager (torch issue 35710):",
         "sudo systemctl restart nvidia-fabricmanager",
     ),
     (
-        "Error 80[34]|forward compatibility|unknown error|initialization (failed|error)|took more than|ended the process",
+        UNFIT,
         "The driver and its libraries do not fit each other, as after an update without a restart (torch issue 40671):",
         "sudo reboot",
     ),
@@ -267,7 +271,7 @@ def first_fitting(rules: list[tuple], why: str, names: dict) -> list[Advice]:
 
 
 def passes(facts: dict) -> bool:
-    """Whether the verdict is about this moment only, since another process has taken the GPU."""
-    return any(
-        re.search(TAKEN, why) for why in (facts["device_reason"], facts["te_reason"], *facts["recipes"].values())
-    )
+    """Whether the verdict is about this moment only: the GPU is taken, or the driver is in a state that a restart mends."""
+    if re.search(f"{TAKEN}|{NOT_READY}|{UNFIT}", facts["device_reason"]):
+        return True
+    return any(re.search(TAKEN, why) for why in (facts["te_reason"], *facts["recipes"].values()))

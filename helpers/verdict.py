@@ -7,6 +7,7 @@ neither torch nor Transformer Engine (TE) is imported for it; another state has 
 
 import contextlib
 import ctypes
+import glob
 import hashlib
 import importlib.util
 import json
@@ -31,6 +32,7 @@ LIMIT_S = 180.0  # of one probing process; the first import of TE takes up to ha
 PACKAGES = ("torch-", "triton-", "transformer_engine", "nvidia_", "flash_attn", "pydantic", "onnx", "einops-")
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_PATH", "CUDNN_HOME", "CUDNN_PATH")
 VARIABLES += ("LD_LIBRARY_PATH", "LD_PRELOAD")
+SYSTEM = ("/usr/local/cuda/lib*", "/usr/lib/*-linux-gnu", "/usr/lib*")  # where TE finds a cuDNN before torch's
 
 
 # ------------------------------------------------------------------------------------------------ the state
@@ -58,6 +60,13 @@ def location(module: str) -> list | None:
         return [origin, os.stat(origin).st_mtime_ns]
     except (AttributeError, ValueError, TypeError, OSError):  # not there, or a namespace without a file
         return None
+
+
+def system_cudnn() -> list[str]:
+    """The files of the cuDNN libraries that are not torch's; their names end in the version."""
+    homes = [os.environ[name] for name in VARIABLES if name.endswith(("_HOME", "_PATH")) and name in os.environ]
+    folders = [*SYSTEM, *(f"{glob.escape(home)}/lib*" for home in homes if os.pathsep not in home)]
+    return sorted({os.path.realpath(path) for folder in folders for path in glob.glob(f"{folder}/libcudnn.so.*")})
 
 
 def nvidia() -> tuple[str | None, list[str]]:
@@ -101,6 +110,7 @@ def state() -> dict:
         "python": [sys.executable, platform.python_version()],
         "packages": packages(),
         "modules": {name: location(name) for name in ("torch", "transformer_engine")},
+        "system cuDNN": system_cudnn(),
         "driver": driver,
         "gpus": gpus,
         "variables": {

@@ -292,6 +292,9 @@ def test_no_gpu_and_torch_says_why(workshop, warning):
     problem, command = only_advice(report)
     assert about in problem
     assert command == fix
+    # What a restart mends leaves no trace in any version, so it is not kept.
+    kept = workshop.report()["device_reason"] == report["device_reason"]
+    assert kept == (fix not in ("sudo reboot", "sudo systemctl restart nvidia-fabricmanager"))
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])

@@ -98,6 +98,17 @@ def test_what_pip_does_is_noticed(workshop, log, tmp_path):
     assert looks(removed) == 1
 
 
+def test_another_cudnn_of_the_system_is_noticed(workshop, log, tmp_path):
+    library = tmp_path / "cudnn" / "lib" / "libcudnn.so.9"
+    library.parent.mkdir(parents=True)
+    for version, looks in (("9.8.0", 1), ("9.8.0", 1), ("9.14.0", 2)):
+        library.unlink(missing_ok=True)
+        library.with_name(f"libcudnn.so.{version}").touch()
+        library.symlink_to(f"libcudnn.so.{version}")
+        workshop.report(FAKE_LOG=str(log), CUDNN_HOME=str(tmp_path / "cudnn"))
+        assert lines(log) == looks
+
+
 NVML = """
 #include <stdlib.h>
 #include <string.h>
