@@ -5,6 +5,7 @@ import operator
 import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ def only_advice(report: dict) -> tuple[str, str]:
 
 # ------------------------------------------------------------------------------------------------ importing TE
 
+HUNG_S = "8"  # the stand-ins need a tenth of a second, on a busy machine more
 NO_FILE = "cannot open shared object file: No such file or directory"
 BROKEN = {  # what the import does: (what the report says, a word of the advice, the fix)
     f"raise ImportError('libcublas.so.12: {NO_FILE}')": ("ImportError: libcublas.so.12", "TE issue 2040", SETUP),
@@ -67,16 +69,29 @@ def test_te_that_does_not_import_is_off_and_the_gpu_stays(tmp_path, workshop, co
     assert command == fix
 
 
-def test_an_import_that_hangs_is_given_up_and_killed(tmp_path, workshop):
-    code = (
-        f"import os, threading; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); threading.Event().wait()"
-    )
-    report = workshop.report("--fresh", "3", path=(GPU, broken_te(tmp_path / "te", code)))
-    assert report["te_reason"] == "importing Transformer Engine took more than 3 s"
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory, workshop) -> dict:
+    """The reports of what hangs, waited for all at once."""
+    folder = tmp_path_factory.mktemp("hangs")
+    pid = folder / "pid"
+    code = f"import os, threading; open({str(pid)!r}, 'w').write(str(os.getpid())); threading.Event().wait()"
+    cases = {
+        "import": {"path": (GPU, broken_te(folder, code))},
+        "claim": {"FAKE_TE_FAILS": {"block": "hang"}},
+        "driver": {"FAKE_MACHINE": {"hangs": True}},
+    }
+    with ThreadPoolExecutor() as pool:
+        reports = pool.map(lambda case: workshop.report("--fresh", HUNG_S, **case), cases.values())
+        return dict(zip(cases, reports, strict=True)) | {"pid": int(pid.read_text())}
+
+
+def test_an_import_that_hangs_is_given_up_and_killed(hung):
+    report = hung["import"]
+    assert report["te_reason"] == f"importing Transformer Engine took more than {HUNG_S} s"
     assert report["tier"] == "bf16"
     assert only_advice(report)[1] == f"{PYTHON} -m helpers.hardware --fresh 600"
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+        os.kill(hung["pid"], 0)
 
 
 def test_mixed_versions_are_named(tmp_path, workshop):
@@ -176,9 +191,9 @@ def test_a_claim_that_fails_leaves_the_others_their_chance(workshop, failure, sa
     assert "offers delayed, block here" in only_advice(report)[0]
 
 
-def test_a_claim_that_hangs(workshop):
-    report = workshop.report("--fresh", "3", FAKE_TE_FAILS={"block": "hang"})
-    assert report["recipes"]["block"] == "claimed by TE, but a test layer took more than 3 s"
+def test_a_claim_that_hangs(hung):
+    report = hung["claim"]
+    assert report["recipes"]["block"] == f"claimed by TE, but a test layer took more than {HUNG_S} s"
     assert (report["recipes"]["delayed"], report["tier"]) == ("", "fp8")
 
 
@@ -316,9 +331,9 @@ def test_a_gpu_too_new_for_this_torch(workshop):
     assert only_advice(report)[1] == f"{PIP} install --upgrade torch && {SETUP}"
 
 
-def test_a_driver_that_hangs(workshop):
-    report = workshop.report("--fresh", "3", FAKE_MACHINE={"hangs": True})
-    assert report["device_reason"] == "asking torch for a GPU took more than 3 s"
+def test_a_driver_that_hangs(hung):
+    report = hung["driver"]
+    assert report["device_reason"] == f"asking torch for a GPU took more than {HUNG_S} s"
     assert (report["tier"], only_advice(report)[1]) == ("cpu", "sudo reboot")
 
 
