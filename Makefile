@@ -2,7 +2,7 @@
 #   python3 tools/bootstrap.py lab        Windows: py tools/bootstrap.py lab
 # make lab                     JupyterLab on the first notebook (ARGS="--no-browser --port 8899")
 # make run                     execute the notebooks on copies (NOTEBOOK=03: one; DEEPER=1: the optional ones too)
-# make test                    the tests (ARGS="-k widgets"); test-all adds the slow ones
+# make test                    the tests (ARGS="-k explorers"); test-all adds the slow ones
 # make results                 take a GPU machine's run into results/ and rewrite the tables
 # make badges REPO=you/fork BRANCH=main
 # PYTHON=python3.12 chooses the Python that makes .venv.

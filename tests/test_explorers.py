@@ -1,0 +1,184 @@
+"""Each explorer's figure over its controls' range, and its controls moved as a reader moves them."""
+
+import itertools
+import random
+import subprocess
+import sys
+
+import matplotlib.pyplot as plt
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from helpers import explorers, formats, plots
+from helpers.explorers.frame import Choice, Explorer, Field, Number
+
+pytest.importorskip("ipywidgets")
+EXPLORERS = {name: getattr(explorers, name) for name in explorers.__all__}
+each = pytest.mark.parametrize("explore", EXPLORERS.values(), ids=EXPLORERS)
+
+
+@pytest.fixture(autouse=True)
+def _style():
+    plots.use_style()
+    yield
+    plt.close("all")
+
+
+def settings(explorer: Explorer):
+    """Each control alone over its range, all at their least, middle and largest, and a few random combinations."""
+    samples = {name: control.samples() for name, control in explorer.controls.items()}
+    alone = [{name: value} for name, values in samples.items() for value in values]
+    together = [{name: values[int(at * (len(values) - 1))] for name, values in samples.items()} for at in (0, 0.5, 1)]
+    draw = random.Random(0)
+    mixed = [{name: draw.choice(values) for name, values in samples.items()} for _ in range(8)]
+    for changes in itertools.chain(alone, together, mixed):
+        explorer.values = {name: control.start for name, control in explorer.controls.items()}
+        for name, value in changes.items():
+            explorer.values = explorer.after(name, value)
+        yield explorer.values
+
+
+@each
+def test_the_figure_is_drawn_over_the_whole_range(explore):
+    """With a title, axes that are named with their unit, and a sentence without an empty number."""
+    sentences = set()
+    for values in settings(explore()):
+        figure, sentence = explore().draw(**values)
+        assert sentence.endswith("."), values
+        assert "nan" not in sentence.replace("NaN", "").lower(), (values, sentence)
+        sentences.add(sentence)
+        titles = [figure.get_suptitle(), *(axes.get_title(loc="left") for axes in figure.axes)]
+        assert any(titles), values
+        assert sentence in plots.alt_text(figure, sentence)
+        plots.png(figure)
+    assert len(sentences) > len(explore().controls)
+
+
+def displayed(explorer: Explorer, monkeypatch) -> list[dict]:
+    """What the explorer displays, as messages to a front end."""
+    sent = []
+    shell = InteractiveShell.instance()
+    monkeypatch.setattr(
+        shell.display_pub, "publish", lambda data, metadata=None, **more: sent.append((data, metadata, more))
+    )
+    explorer._ipython_display_()
+    return sent
+
+
+@each
+def test_moving_a_control_redraws(explore, monkeypatch):
+    explorer = explore()
+    sent = displayed(explorer, monkeypatch)
+    assert len(sent) == 3  # controls, picture, sentence
+    assert sent[1][1]["image/png"]["alt"].endswith(sent[2][0]["text/plain"])
+    for name, control in explorer.controls.items():
+        for sample in control.samples():
+            if explorer.after(name, sample) == explorer.values:
+                continue
+            before = explorer.picture.value
+            widget = explorer.inputs[name][0]
+            widget.value = min(sample, widget.max) if isinstance(control, Number) and not control.log else sample
+            assert explorer.picture.value.startswith("<img alt="), explorer.picture.value[:300]
+            assert explorer.picture.value != before, (name, sample)
+            for other, inputs in explorer.inputs.items():  # slider and number field agree
+                for one in inputs:
+                    assert one.value == pytest.approx(explorer.values[other]), other
+    assert sent[3][2]["update"], "the starting picture makes room at the first move"
+    assert plt.get_fignums() == [], "figures are left open"
+
+
+@each
+def test_sliders_wait_for_release_and_have_a_typed_equivalent(explore, monkeypatch):
+    explorer = explore()
+    displayed(explorer, monkeypatch)
+    for name, control in explorer.controls.items():
+        kinds = [type(widget).__name__ for widget in explorer.inputs[name]]
+        if isinstance(control, Number):
+            slider, typed = explorer.inputs[name]
+            assert not slider.continuous_update
+            assert "Slider" in kinds[0]
+            assert kinds[1] in ("BoundedIntText", "BoundedFloatText")
+            typed.value = control.high
+            assert slider.value == pytest.approx(control.high)
+        else:
+            assert kinds == ["Dropdown" if isinstance(control, Choice) else "FloatText"], control
+            assert isinstance(control, (Choice, Field))
+
+
+def test_what_a_callback_raises_is_shown(monkeypatch):
+    """A front end drops it otherwise."""
+
+    def draw(x):
+        if x == 3:
+            raise ValueError("x must not be <3>")
+        return plt.figure(), f"x is {x}."
+
+    explorer = Explorer(draw, x=Number("x", 1, 1, 5))
+    displayed(explorer, monkeypatch)
+    explorer.inputs["x"][0].value = 3
+    assert explorer.picture.value == "<pre>ValueError: x must not be &lt;3&gt;</pre>"
+    explorer.inputs["x"][0].value = 4
+    assert "x is 4." in explorer.picture.value
+
+
+@pytest.mark.parametrize(
+    ("control", "typed", "becomes"),
+    [
+        (Number("n", 16, 16, 4096, step=16, log=2), 1003, 1008),
+        (Number("n", 16, 16, 4096, step=16, log=2), 9000, 4096),
+        (Number("x", 1, 0.5, 2, step=0.1), 0.7400001, 0.7),
+        (Number("x", 1, 0.001, 1000, step=0.5, log=10), 3.14159, 3.14),
+        (Field("x", 1), 3.14159, 3.14159),
+    ],
+)
+def test_a_typed_number_snaps(control, typed, becomes):
+    assert control.snap(typed) == pytest.approx(becomes)
+
+
+def test_without_ipywidgets_the_picture_is_there():
+    code = """
+import sys
+sys.modules["ipywidgets"] = None
+from IPython.core.interactiveshell import InteractiveShell
+sent = []
+InteractiveShell.instance().display_pub.publish = lambda data, metadata=None, **more: sent.append(data)
+from helpers import explorers
+explorers.explore_format()._ipython_display_()
+print([sorted(data) for data in sent], sent[0]["text/plain"])
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("[['text/plain'], ['image/png', 'text/plain'], ['text/plain']]")
+    assert "ipywidgets" in ran.stdout
+
+
+# ------------------------------------------------------------------------------------------------ number formats
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_format_names_its_code_and_value(name):
+    explorer = explorers.explore_format(name, 0)
+    last = 2 ** formats.FORMATS[name].bits - 1
+    for code in (0, last // 2, last):
+        figure, sentence = explorer.draw(name, code, 0.0)
+        assert f"{name} code 0x{code:02X}" in sentence
+        plt.close(figure)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [("E3M4", 0, "'E3M4' is not known; choose one of E4M3"), ("E4M3", 256, "256"), ("E2M1", 16, "16")],
+)
+def test_bad_format_or_code_is_refused(name, code, message):
+    with pytest.raises(ValueError, match=message):
+        explorers.explore_format().draw(name, code, 0.0)
+
+
+def test_format_keeps_a_typed_value_from_format_to_format():
+    explorer = explorers.explore_format()
+    explorer.values = explorer.after("value", 0.3)
+    assert explorer.values == {"format": "E4M3", "code": 0x2A, "value": 0.3}
+    explorer.values = explorer.after("format", "E5M2")
+    assert formats.decode(formats.encode(0.3, formats.E5M2), formats.E5M2) == formats.quantize(0.3, formats.E5M2)
+    assert explorer.values == {"format": "E5M2", "code": int(formats.encode(0.3, formats.E5M2)), "value": 0.3}
+    assert explorer.after("code", 0)["value"] == 0
+    assert explorer.after("code", 0x7F)["value"] == 0.3, "a code that is no number leaves the value"
