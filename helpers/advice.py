@@ -112,6 +112,11 @@ GPU = [
         "The driver and its libraries do not fit each other, as after an update without a restart (torch issue 40671):",
         "sudo reboot",
     ),
+    (
+        r"\(([3-6]\.\d|7\.[0-4])\): .*no kernel image",
+        "Torch {torch_version} does not know this GPU any more. The last one for CUDA 12.6 does:",
+        '{pip} install "torch==2.7.*"',
+    ),
     ("no kernel image", "This torch has no kernels for this GPU (torch issue 167244). Take a newer one:", "{torch}"),
 ]  # fmt: skip
 

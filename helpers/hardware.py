@@ -27,7 +27,7 @@ PRESET_NAMES = ("laptop", "compact", "scale_up")
 FP8_KINDS = ("real", "emulated", "recorded", "off")
 CARD_MIME = "application/vnd.fp8-workshop.card+json"
 BLACKWELL_RECIPES = ("mxfp8", "nvfp4")
-FIX_FIRST = "To fix, most useful first (in a terminal, in the workshop's folder; restart the kernel afterwards):"
+FIX_FIRST = "To fix, most useful first (run it in the workshop's folder, then restart the kernel):"
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,14 @@ def why_no_gpu(torch) -> str:
 
 
 def why_no_computing(torch) -> str:
-    """ "" if a small sum runs on the GPU. One that torch sees may be taken by another process, or too new for this torch."""
+    """ "" if a small sum runs on the GPU. One that torch sees may be taken by another process, or no GPU for this torch."""
+    name = "the GPU"
     try:
+        gpu = torch.cuda.get_device_properties(0)
+        name = f"{gpu.name} ({gpu.major}.{gpu.minor})"
         torch.ones(8, device="cuda").sum().item()
     except Exception as error:
-        return one_line(error).partition(": ")[2]
+        return f"{name}: {one_line(error).partition(': ')[2]}"
     return ""
 
 

@@ -321,14 +321,18 @@ def test_a_variable_that_hides_the_gpu(workshop, hidden):
     assert only_advice(report)[1] == "unset CUDA_VISIBLE_DEVICES"
 
 
-def test_a_gpu_too_new_for_this_torch(workshop):
+def test_a_gpu_too_new_or_too_old_for_this_torch(workshop):
     error = [
         "RuntimeError",
         "CUDA error: no kernel image is available for execution on the device\nCompile with TORCH_USE_CUDA_DSA",
     ]
     report = workshop.report("--fresh", FAKE_MACHINE={"error": error})
-    assert report["device_reason"] == "CUDA error: no kernel image is available for execution on the device"
+    assert report["device_reason"] == (
+        "NVIDIA H100 (9.0): CUDA error: no kernel image is available for execution on the device"
+    )
     assert only_advice(report)[1] == f"{PIP} install --upgrade torch && {SETUP}"
+    old = {"name": "Tesla P100-PCIE-16GB", "capability": [6, 0], "error": error}
+    assert only_advice(workshop.report("--fresh", FAKE_MACHINE=old))[1] == f'{PIP} install "torch==2.7.*"'
 
 
 def test_a_driver_that_hangs(hung):
