@@ -73,8 +73,12 @@ class Hardware:
 
     @property
     def slug(self) -> str:
-        """The folder under results/ for this machine, such as "nvidia-h200" or "cpu"."""
-        return (self.gpu or "cpu").lower().replace(" ", "-")
+        """The folder under results/ for this machine, such as "nvidia-h200" or "cpu"; "nvidia-h200-as-bf16" for a lower tier.
+
+        What a GPU measures while it plays a lesser one must not replace what it can do.
+        """
+        name = (self.gpu or "cpu").lower().replace(" ", "-")
+        return name if self.gpu is None or self.tier == self.machine_tier else f"{name}-as-{self.tier}"
 
     def mode(self) -> str:
         """One line: what is on, what is off, and why."""

@@ -184,6 +184,15 @@ def test_a_b200_shows_every_tier(workshop, tier, gpu, te, working):
     assert all(why in ("", f"WORKSHOP_TIER={tier}") for why in report["recipes"].values())
 
 
+def test_results_of_a_lower_tier_lie_apart(monkeypatch):
+    facts = machine() | {"gpu": "NVIDIA H200"}
+    folders = {}
+    for tier in ("cpu", "fp32", "bf16", "fp8"):
+        monkeypatch.setenv("WORKSHOP_TIER", tier)
+        folders[tier] = hardware.as_hardware(facts).slug
+    assert folders == {"cpu": "cpu", "fp32": "nvidia-h200-as-fp32", "bf16": "nvidia-h200-as-bf16", "fp8": "nvidia-h200"}
+
+
 def test_a_tier_above_the_machine_is_refused(workshop):
     ran = workshop.python("-m", "helpers.hardware", WORKSHOP_TIER="blackwell")
     assert ran.returncode == 1
