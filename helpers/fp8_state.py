@@ -43,6 +43,17 @@ def delayed_state(model) -> dict[str, torch.Tensor]:
     return state
 
 
+def initial_delayed_state(n_layers: int, history_len: int) -> dict[str, torch.Tensor]:
+    """What `delayed_state` gives before the first step, by the same names: scales of 1 and empty histories."""
+    state = {}
+    for i in range(n_layers):
+        for gemm in (gemm for gemms in TE_GEMMS.values() for gemm in gemms):
+            for direction, columns in (("scaling_fwd", len(FORWARD_ROLES)), ("scaling_bwd", len(BACKWARD_ROLES))):
+                state[f"blocks.{i}.{gemm}.{direction}.scale"] = torch.ones(columns)
+                state[f"blocks.{i}.{gemm}.{direction}.amax_history"] = torch.zeros(history_len, columns)
+    return state
+
+
 def load_delayed_state(model, saved: dict[str, torch.Tensor]) -> None:
     """Copies saved scales and histories into a model that already ran once under the same recipe.
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import data, fp8_state, models, precision, training
+from helpers import checkpoints, data, fp8_state, models, precision, training
 
 TINY = models.GPTConfig(d_model=32, n_layers=2, n_heads=2, seq_len=16)
 LAYERS = [f"blocks.{i}.{name}" for i in range(2) for name in ("qkv", "proj", "fc1", "fc2")]
@@ -95,7 +95,7 @@ def test_newest_and_staged_are_the_right_rows():
 def test_no_state_where_the_recipe_keeps_none(cpu):
     for chosen in (precision.choose("bf16", cpu), precision.choose("fp8", cpu, recipe="current")):
         model = chosen.build(TINY)
-        training.touch(model, chosen)
+        checkpoints.touch(model, chosen)
         assert fp8_state.delayed_state(model) == {}
         assert fp8_state.fp8_state(model).empty
 

@@ -1,10 +1,9 @@
 import math
-import os
 
 import pytest
 import torch
 
-from helpers import data, fp8_state, generation, models, precision, training
+from helpers import data, generation, models, precision, training
 
 TINY = models.GPTConfig(d_model=32, n_layers=1, n_heads=2, seq_len=16)
 
@@ -47,93 +46,3 @@ def test_a_loss_that_is_not_finite_names_the_step(cpu):
 
     with pytest.raises(FloatingPointError, match="the loss of step 5 is nan"):
         training.train(model, chosen, batches(), 8, lr=1e-3, on_step=poison)
-
-
-@pytest.fixture
-def saved(cpu, tmp_path):
-    chosen = precision.choose("fp8", cpu)
-    model = chosen.build(TINY)
-    training.train(model, chosen, batches(), 5, lr=1e-3)
-    path = tmp_path / "deep" / "model.safetensors"
-    training.save_checkpoint(path, model, 5)
-    return chosen, model, path
-
-
-def test_checkpoint_brings_back_weights_and_fp8_state(saved):
-    chosen, model, path = saved
-    other = chosen.build(TINY, torch.Generator().manual_seed(9))
-    assert training.load_checkpoint(path, other, chosen) == 5
-    for name, tensor in fp8_state.delayed_state(model).items():
-        assert torch.equal(tensor, fp8_state.delayed_state(other)[name]), name
-    prompts, _ = data.held_out_prompts()
-    assert torch.equal(*(generation.generate(m, prompts[:4, :4], 8, chosen) for m in (model, other)))
-    assert [p.name for p in path.parent.iterdir()] == ["model.safetensors"]
-
-
-def test_an_fp8_checkpoint_loads_into_bf16(cpu, saved):
-    _, model, path = saved
-    bf16 = precision.choose("bf16", cpu)
-    other = bf16.build(TINY, torch.Generator().manual_seed(9))
-    training.load_checkpoint(path, other, bf16)
-    assert torch.equal(other.blocks[0].fc1.weight, model.blocks[0].fc1.weight)
-
-
-def break_file(path, how):
-    if how == "truncated":
-        path.write_bytes(path.read_bytes()[:-100])
-    elif how == "text":
-        path.write_text("not a checkpoint at all")
-    elif how == "empty":
-        path.write_bytes(b"")
-    elif how == "foreign":
-        from safetensors.torch import save_file
-
-        save_file({"a": torch.zeros(2)}, path)
-
-
-@pytest.mark.parametrize("how", ["truncated", "text", "empty", "foreign"])
-def test_a_broken_checkpoint_is_refused_by_name_and_left_alone(saved, how):
-    chosen, _, path = saved
-    break_file(path, how)
-    before = path.read_bytes()
-    other = chosen.build(TINY, torch.Generator().manual_seed(9))
-    weights = models.plain_state(other)
-    with pytest.raises(ValueError, match=r"model.safetensors .*delete it to train anew"):
-        training.load_checkpoint(path, other, chosen)
-    assert path.read_bytes() == before
-    assert all(torch.equal(v, weights[k]) for k, v in models.plain_state(other).items())
-
-
-def test_another_config_or_history_length_is_refused(cpu, saved):
-    chosen, _, path = saved
-    wider = models.GPTConfig(d_model=64, n_layers=1, n_heads=2, seq_len=16)
-    with pytest.raises(ValueError, match=r"model.safetensors holds a model of .*'d_model': 32"):
-        training.load_checkpoint(path, chosen.build(wider), chosen)
-    longer = precision.choose("fp8", cpu, amax_history_len=32)
-    model = longer.build(TINY, torch.Generator().manual_seed(9))
-    weights = models.plain_state(model)
-    with pytest.raises(
-        ValueError, match=r"model.safetensors: .*amax_history has shape \(16, 3\), this model needs \(32, 3\)"
-    ):
-        training.load_checkpoint(path, model, longer)
-    assert all(torch.equal(v, weights[k]) for k, v in models.plain_state(model).items())
-
-
-def test_missing_checkpoint(cpu, tmp_path):
-    chosen = precision.choose("fp32", cpu)
-    with pytest.raises(FileNotFoundError, match=r"nowhere.safetensors does not exist; train a model"):
-        training.load_checkpoint(tmp_path / "nowhere.safetensors", chosen.build(TINY), chosen)
-
-
-def test_a_save_that_fails_keeps_the_old_checkpoint(saved, monkeypatch):
-    _, model, path = saved
-    before = path.read_bytes()
-
-    def disk_full(*_):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(os, "replace", disk_full)
-    with pytest.raises(OSError, match="No space left"):
-        training.save_checkpoint(path, model, 6)
-    assert path.read_bytes() == before
-    assert [p.name for p in path.parent.iterdir()] == ["model.safetensors"]
