@@ -168,7 +168,7 @@ TE = [
     ),
     (
         "package version mismatch|meta package|Could not find",
-        "Packages of several Transformer Engine installations are mixed (TE issue 2410). Remove all and install one:",
+        "Transformer Engine's packages are incomplete, or left over from several installations (TE issue 2410). Begin anew:",
         "{remove}; {setup}",
     ),
     ("nvrtc shared object not found", "A CUDA library that Transformer Engine loads is missing:", "{nvrtc}"),
