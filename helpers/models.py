@@ -80,6 +80,11 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
+def causal_attention(q, k, v):
+    """Each (batch, heads, seq, head_dim), in and out: every position sees itself and what is before it."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Block(nn.Module):
     """One pre-norm transformer block in plain PyTorch: (batch, seq, d_model) in and out."""
 
@@ -94,11 +99,12 @@ class Block(nn.Module):
         self.fc1 = nn.Linear(d, 4 * d)
         self.fc2 = nn.Linear(4 * d, d)
 
-    def forward(self, x):
+    def forward(self, x, attend=causal_attention):
+        """`attend` can be one that also looks at earlier tokens: see helpers/kv_cache.py."""
         batch, seq, d = x.shape
         qkv = self.qkv(self.ln1(x)).view(batch, seq, 3, self.n_heads, d // self.n_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, head_dim)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = attend(q, k, v)
         x = x + self.proj(attended.transpose(1, 2).reshape(batch, seq, d))
         return x + self.fc2(F.gelu(self.fc1(self.ln2(x)), approximate="tanh"))
 
@@ -149,24 +155,31 @@ class MiniGPT(nn.Module):
         load_plain_state(self, initial_state(config, generator or torch.Generator().manual_seed(0)))
 
     def forward(self, tokens):
+        return self.logits(self.hidden(tokens))
+
+    def hidden(self, tokens):
+        """(batch, seq) int64 -> (batch, seq, d_model), what the last block gives."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.logits(x)
+        return x
 
-    def embed(self, tokens):
-        """(batch, seq) int64 -> (batch, seq, d_model). Raises ValueError if there are more tokens than positions."""
+    def embed(self, tokens, positions=None):
+        """(batch, seq) int64 -> (batch, seq, d_model). Raises ValueError if there are more tokens than positions.
+
+        `positions` (batch, seq): where the tokens stand, if not at 0, 1, 2, ...
+        """
         seq = tokens.shape[1]
         if seq > self.config.seq_len:
             raise ValueError(f"{seq} tokens given; this model takes at most {self.config.seq_len}")
-        x = self.emb(tokens) + self.pos(torch.arange(seq, device=tokens.device))
+        x = self.emb(tokens) + self.pos(torch.arange(seq, device=tokens.device) if positions is None else positions)
         if torch.is_autocast_enabled(x.device.type):
             # TransformerLayer does this itself: the residual stream is BF16. Both backends do, to stay the same function.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return x
 
     def logits(self, x):
-        """(batch, seq, d_model) -> (batch, seq, vocab) float32."""
+        """(..., d_model) -> (..., vocab) float32."""
         return self.head(self.ln_f(x)).float()
 
 
