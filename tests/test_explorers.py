@@ -182,3 +182,57 @@ def test_format_keeps_a_typed_value_from_format_to_format():
     assert explorer.values == {"format": "E5M2", "code": int(formats.encode(0.3, formats.E5M2)), "value": 0.3}
     assert explorer.after("code", 0)["value"] == 0
     assert explorer.after("code", 0x7F)["value"] == 0.3, "a code that is no number leaves the value"
+
+
+# ------------------------------------------------------------------------------------------------ quantization error
+
+
+def test_quantization_one_scale_fails_int8_and_blocks_confine_the_damage():
+    """What notebook 01 says about an outlier, read off the explorer's own sentence."""
+    _, far = explorers.explore_quantization().draw(outlier=1000, spread=0.0, octaves=0)
+    one, blocks = far.split("; with a scale")
+    assert "INT8 100 %" in one
+    assert "E4M3 2.6 %" in one
+    assert "INT8 18 %" in blocks  # the outlier's own block of 32 is lost: sqrt(1/32) of the norm
+    _, none = explorers.explore_quantization().draw(outlier=1, spread=0.0, octaves=0)
+    assert "E4M3 2.6 %" in none
+    assert "INT8 0." in none  # without an outlier INT8 is the more accurate
+
+
+def test_quantization_has_a_plateau_and_walls():
+    from helpers.explorers.quantization import curve, sample
+
+    at = dict(zip(range(-24, 9), curve(0.0, 1.0, "E4M3", False), strict=True))
+    assert at[-3] == pytest.approx(at[0], abs=0.02)  # decades
+    assert at[-24] == pytest.approx(0, abs=1e-3)  # all is lost
+    assert at[8] > at[0] + 1
+    x = sample(0.0, 1.0)
+    rounded = formats.quantize(x * 448 / x.abs().max(), formats.E4M3) * x.abs().max() / 448
+    off, others = rounded - x, x.clone()
+    off[0, 0] = others[0, 0] = 0
+    assert 10 ** at[0] == pytest.approx((off.norm() / others.norm()).item(), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ delayed scaling
+
+
+@pytest.mark.parametrize(("length", "algorithm", "remembers"), [(4, "max", 4), (16, "max", 16), (16, "most_recent", 1)])
+def test_delayed_scaling_remembers_a_spike_for_the_length_of_its_history(length, algorithm, remembers):
+    from helpers.explorers.delayed import scales_for, signal
+
+    amax = signal(spike=20, every=64, drift=0, noise=0)
+    scale = scales_for(amax, length, algorithm, 0, formats.E4M3)
+    assert scale[0] == 1
+    assert scale[1] == scale[12] == pytest.approx(448 / 3)
+    assert [i for i in range(64) if scale[i] < 448 / 50 and i > 0] == list(range(13, 13 + remembers))
+
+
+def test_delayed_scaling_counts_the_steps_cut_off():
+    draw = explorers.explore_delayed_scaling().draw
+    calm = {"every": 64, "noise": 0, "length": 16, "algorithm": "max", "format": "E4M3"}
+    _, one = draw(spike=20, drift=0, margin=0, **calm)
+    assert "1 of 64 steps are cut off, the worst at 20 times" in one
+    _, growing = draw(spike=1, drift=0.5, margin=0, **calm)
+    assert "63 of 64 steps are cut off, the worst at 1.41 times" in growing
+    _, room = draw(spike=1, drift=0.5, margin=1, **calm)
+    assert " 0 of 64 steps are cut off" in room

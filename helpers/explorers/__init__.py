@@ -1,5 +1,7 @@
 """Explorers: figures with controls. Each draws a picture of its starting values where widgets do not run."""
 
 from helpers.explorers.bits import explore_format
+from helpers.explorers.delayed import explore_delayed_scaling
+from helpers.explorers.quantization import explore_quantization
 
-__all__ = ["explore_format"]
+__all__ = ["explore_delayed_scaling", "explore_format", "explore_quantization"]

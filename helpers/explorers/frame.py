@@ -86,15 +86,15 @@ class Choice:
 
 def widgets_of(control, w) -> tuple[list, object]:
     """(the widgets whose value is the control's, what to display)."""
-    named = {"description": control.label, "style": {"description_width": "13em"}}
+    named = {"description": control.label, "style": {"description_width": "16em"}}
     match control:
         case Choice():
-            one = w.Dropdown(options=control.options, value=control.start, layout=w.Layout(width="35em"), **named)
+            one = w.Dropdown(options=control.options, value=control.start, layout=w.Layout(width="38em"), **named)
             return [one], one
         case Field():
-            one = w.FloatText(value=control.start, step=None, layout=w.Layout(width="24em"), **named)
+            one = w.FloatText(value=control.start, step=None, layout=w.Layout(width="27em"), **named)
             return [one], one
-    shared = named | {"continuous_update": False, "readout": False, "layout": w.Layout(width="35em")}
+    shared = named | {"continuous_update": False, "readout": False, "layout": w.Layout(width="38em")}
     if control.log:
         ends = {"min": math.log(control.low, control.log), "max": math.log(control.high, control.log)}
         slider = w.FloatLogSlider(value=control.start, base=control.log, step=0.25, **ends, **shared)
