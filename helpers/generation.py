@@ -147,9 +147,8 @@ class Decoder:
         rows = padded_rows(len(prompts), 1 if strategy != "fixed" else self.limit, precision)
         prompts = [prompts[i % len(prompts)] for i in range(rows)]
         self.lengths = [len(prompt) for prompt in prompts]
-        window = torch.zeros(
-            rows, self.limit + 1, dtype=torch.int64
-        )  # one more: a new token gets in, then the oldest goes
+        # One column more than the limit: in a full row the new token comes in before the oldest one goes.
+        window = torch.zeros(rows, self.limit + 1, dtype=torch.int64)
         for row, prompt in zip(window, prompts, strict=True):
             row[: len(prompt)] = prompt
         self.window = window.to(precision.device)
@@ -236,7 +235,8 @@ def inference(model: MiniGPT, precision: Precision) -> Iterator[None]:
     """Forward passes that training does not notice: no gradients, no dropout; mode and FP8 state are put back afterwards.
 
     (TE collects the amax of every forward pass in its histories' staging row, for the next training step to find.) All
-    passes share one autocast region, so that FP32 weights of plain layers are cast once, not in each step.
+    passes share one autocast region, so that PyTorch casts FP32 weights once. TE's layers cast them in each step: for speed
+    hold their weights in BF16, model.to(torch.bfloat16).
     """
     was_training = model.training
     before = {name: tensor.clone() for name, tensor in fp8_state.delayed_state(model).items()}
@@ -277,10 +277,8 @@ def padded_rows(rows: int, tokens_a_row: int, precision: Precision) -> int:
     """`rows`, or as many as FP8 needs: rows times tokens a row in multiples of 8 (MXFP8: 32, NVFP4: 16)."""
     if precision.name != "fp8":
         return rows
-    multiple = getattr(
-        emulation, type(precision.recipe).__name__
-    ).tokens_multiple_of  # TE's recipes have the same names
-    multiple //= math.gcd(multiple, tokens_a_row)
+    recipe = getattr(emulation, type(precision.recipe).__name__)  # TE's recipes have the same names
+    multiple = recipe.tokens_multiple_of // math.gcd(recipe.tokens_multiple_of, tokens_a_row)
     return -(-rows // multiple) * multiple
 
 
