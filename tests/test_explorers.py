@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from helpers import explorers, formats, plots
+from helpers import explorers, formats, plots, results
 from helpers.explorers.frame import Choice, Explorer, Field, Number
 
 pytest.importorskip("ipywidgets")
@@ -236,3 +237,57 @@ def test_delayed_scaling_counts_the_steps_cut_off():
     assert "63 of 64 steps are cut off, the worst at 1.41 times" in growing
     _, room = draw(spike=1, drift=0.5, margin=1, **calm)
     assert " 0 of 64 steps are cut off" in room
+
+
+# ------------------------------------------------------------------------------------------------ break-even
+
+
+def made_up_points(launch=0.03, ceilings=(500e9, 1000e9), bandwidth=2e9):
+    """Times in ms of a machine that obeys the model exactly."""
+    rows = []
+    for m, k, n in [(256, 256, 256), (4096, 4096, 4096), (8192, 8192, 8192)]:
+        work, casts = 2 * m * k * n, 7 * (m + n) * k
+        bf16, fp8 = (max(launch, work / ceiling) for ceiling in ceilings)
+        cast = fp8 + max(0.05, casts / bandwidth)
+        times = {"bf16": bf16, "fp8": fp8, "fp8_with_cast": cast}
+        rows += [{"m": m, "k": k, "n": n, "precision": p, "median_ms": ms} for p, ms in times.items()]
+    return pd.DataFrame(rows)
+
+
+def test_break_even_finds_the_constants_of_a_machine_that_obeys_the_model():
+    from helpers.explorers import break_even as be
+
+    model = be.fit(made_up_points())
+    assert model.ceiling == pytest.approx({"bf16": 500e9, "fp8": 1000e9})
+    assert model.launch == pytest.approx({"bf16": 0.03, "fp8": 0.03, "cast": 0.05})
+    assert model.cast_bandwidth == pytest.approx(2e9)
+    assert be.gain_error(model, made_up_points()) == pytest.approx(0, abs=1e-9)
+    # BF16 takes 4 ns a row and column, FP8 2; casts 7 bytes a row and as many a column: faster once M is large enough.
+    k, n = 4096, 16384
+    start = be.break_even(model, be.TWO_KERNELS, k, n)
+    times = {m: model.times(be.TWO_KERNELS, m, k, n) for m in (start - 16, start, 4 * start)}
+    assert times[start]["fp8_with_cast"] < times[start]["bf16"]
+    assert times[4 * start]["fp8_with_cast"] < times[4 * start]["bf16"]
+    assert be.break_even(model, be.ONE_KERNEL, k, n) < start, "a cheaper cast pays sooner"
+    assert be.break_even(model, be.TWO_KERNELS, k, 64) is None, "a thin result has too many casts for its operations"
+
+
+def test_break_even_says_which_numbers_are_recorded_and_which_modelled():
+    explorer = explorers.explore_break_even()
+    figure, sentence = explorer.draw(**explorer.values)  # a shape that the H200 measured
+    plt.close(figure)
+    modelled, recorded = sentence.split(" RECORDED: ")
+    assert modelled.startswith("MODELLED for M = 8,192, K = 4,096, N = 16,384: BF16 1.66 ms")
+    assert recorded.startswith("BF16 1.66 ms, FP8 0.942 ms")
+    figure, other = explorer.draw(**explorer.values | {"m": 4000})
+    plt.close(figure)
+    assert "RECORDED" not in other
+    figure, _ = explorers.explore_break_even(made_up_points(), "REAL: measured just now").draw(**explorer.values)
+    assert "Open symbols: REAL" in " ".join(text.get_text() for text in figure.texts)
+
+
+def test_break_even_model_is_near_what_was_recorded():
+    from helpers.explorers import break_even as be
+
+    points, _ = results.recorded("01_gemm")
+    assert be.gain_error(be.fit(points), points) < 0.1

@@ -8,7 +8,7 @@ import torch
 from helpers import formats, plots
 from helpers.emulation import DelayedScaling, ScalingState
 from helpers.explorers.frame import Choice, Explorer, Number
-from helpers.explorers.panel import INK, panel, powers
+from helpers.explorers.panel import INK, heading, panel, powers
 
 STEPS, FIRST_SPIKE = 64, 12
 FORMATS = {"E4M3": formats.E4M3, "E5M2": formats.E5M2}
@@ -66,7 +66,7 @@ def draw(spike: float, every: int, drift: float, noise: float, length: int, algo
 
     cut, idle = int(over.sum()), wasted[1:].clamp(min=0).mean().item()
     title = f"{cut} of {STEPS} steps are cut off; {idle:.1f} octaves of range lie idle on average"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    heading(figure, title)
     known = "the newest amax" if algorithm == "most_recent" else f"the largest amax of {length} steps"
     how_far = f", the worst at {2 ** -wasted.min().item():.3g} times the largest number" if cut else ""
     sentence = f"A scale from {known}, margin {margin}: {cut} of {STEPS} steps are cut off{how_far}; "

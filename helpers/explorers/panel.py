@@ -21,6 +21,11 @@ def powers(base: int, low: float, high: float, step: int) -> dict[float, str]:
     return {exponent: power(base, exponent) for exponent in range(first, math.floor(high) + 1, step)}
 
 
+def heading(figure, text: str) -> None:
+    """The figure's takeaway, above all panels."""
+    figure.suptitle(text, x=0.01, ha="left", fontsize=12)
+
+
 def panel(figure, box, title: str, x: str, y: str, xlim, ylim, xticks: dict, yticks: dict):
     """Axes at `box` (left, bottom, width, height as shares of the figure) with a title, names of axes, grid and ticks.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from helpers import formats, plots
 from helpers.explorers.frame import Explorer, Number
-from helpers.explorers.panel import INK, panel, power, powers
+from helpers.explorers.panel import INK, heading, panel, power, powers
 
 NAMES = ("E4M3", "E5M2", "INT8")
 LARGEST = {"E4M3": formats.E4M3.max, "E5M2": formats.E5M2.max, "INT8": 127.0}
@@ -80,7 +80,7 @@ def draw(outlier: float, spread: float, octaves: int):
     one, each = ({name: here[group, name] for name in NAMES} for group in GROUPS)
     where = "the scale from amax" if octaves == 0 else f"{power(2, int(octaves))} times the scale from amax"
     title = f"One scale: INT8 off by {one['INT8']}, E4M3 by {one['E4M3']}. Blocks: {each['INT8']} and {each['E4M3']}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    heading(figure, title)
     what = f"An outlier of {outlier:,.6g} times the next largest" if outlier > 1 else "No outlier"
     listed = [", ".join(f"{name} {error}" for name, error in group.items()) for group in (one, each)]
     sentence = f"{what}, at {where}. Error of the other elements with one scale for the tensor: {listed[0]}; "
