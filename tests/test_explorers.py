@@ -291,3 +291,30 @@ def test_break_even_model_is_near_what_was_recorded():
 
     points, _ = results.recorded("01_gemm")
     assert be.gain_error(be.fit(points), points) < 0.1
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def test_memory_formula_is_near_every_recorded_peak():
+    from helpers.explorers import memory
+    from helpers.models import PRESETS
+
+    rows, _ = results.recorded("04_benchmark")
+    compared = 0
+    for preset, case in memory.CASES.items():
+        peaks = rows[rows["case"] == case].set_index("variant")["allocated_gb"]
+        for precision, variant in memory.RECORDED_AS.items():
+            parts = memory.components(PRESETS[preset].config, 32, precision)
+            assert sum(parts.values()) == pytest.approx(peaks[variant], rel=0.015), (case, variant)
+            compared += 1
+    assert compared == 6
+
+
+def test_memory_says_what_is_recorded_only_where_it_was():
+    draw = explorers.explore_memory().draw
+    _, there = draw("scale_up", 32, 256, "FP8 in TE")
+    assert "RECORDED on an H200: BF16 in PyTorch 18.4 GB, BF16 in TE 17.5 GB, FP8 in TE 16.7 GB" in there
+    _, elsewhere = draw("scale_up", 64, 256, "FP8 in TE")
+    assert elsewhere.startswith("MODELLED")
+    assert "RECORDED" not in elsewhere

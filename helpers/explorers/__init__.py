@@ -3,6 +3,7 @@
 from helpers.explorers.bits import explore_format
 from helpers.explorers.break_even import explore_break_even
 from helpers.explorers.delayed import explore_delayed_scaling
+from helpers.explorers.memory import explore_memory
 from helpers.explorers.quantization import explore_quantization
 
-__all__ = ["explore_break_even", "explore_delayed_scaling", "explore_format", "explore_quantization"]
+__all__ = ["explore_break_even", "explore_delayed_scaling", "explore_format", "explore_memory", "explore_quantization"]

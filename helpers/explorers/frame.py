@@ -89,7 +89,7 @@ def widgets_of(control, w) -> tuple[list, object]:
     named = {"description": control.label, "style": {"description_width": "16em"}}
     match control:
         case Choice():
-            one = w.Dropdown(options=control.options, value=control.start, layout=w.Layout(width="38em"), **named)
+            one = w.Dropdown(options=control.options, value=control.start, layout=w.Layout(width="47em"), **named)
             return [one], one
         case Field():
             one = w.FloatText(value=control.start, step=None, layout=w.Layout(width="27em"), **named)
