@@ -8,13 +8,34 @@ import sys
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 from helpers import explorers, formats, plots, results
 from helpers.explorers.frame import Choice, Explorer, Field, Number
 
 pytest.importorskip("ipywidgets")
+
+
+def made_up_run(layers=("0.qkv", "0.fc1", "1.qkv"), steps=40):
+    """Scales and amaxes as notebook 05 records them: delayed scaling over made-up amaxes; the last layer's first gradient is 0."""
+    from helpers.emulation import DelayedScaling, ScalingState
+
+    columns = pd.MultiIndex.from_product([("input", "weight", "grad_output"), layers], names=["role", "layer"])
+    size = torch.tensor([4.0, 0.2, 1e-5]).repeat_interleave(len(layers))
+    noise = torch.randn(steps, len(columns), generator=torch.Generator().manual_seed(0))
+    amaxes = size * torch.exp2(0.3 * noise)
+    amaxes[0, -1] = 0
+    state, scales = ScalingState(len(columns), 16, torch.device("cpu")), []
+    for row in amaxes:
+        state.amax_history[0] = row
+        state.update(DelayedScaling(amax_history_len=16), 448.0)
+        scales.append(state.scale.clone())
+    return pd.DataFrame(torch.stack(scales).numpy(), columns=columns), pd.DataFrame(amaxes.numpy(), columns=columns)
+
+
 EXPLORERS = {name: getattr(explorers, name) for name in explorers.__all__}
+EXPLORERS["explore_state"] = lambda: explorers.explore_state(*made_up_run(), gradients="E4M3")
 each = pytest.mark.parametrize("explore", EXPLORERS.values(), ids=EXPLORERS)
 
 
@@ -318,3 +339,27 @@ def test_memory_says_what_is_recorded_only_where_it_was():
     _, elsewhere = draw("scale_up", 64, 256, "FP8 in TE")
     assert elsewhere.startswith("MODELLED")
     assert "RECORDED" not in elsewhere
+
+
+# ------------------------------------------------------------------------------------------------ FP8 state
+
+
+def test_state_shows_the_scale_that_a_step_used_and_what_was_lost():
+    from helpers.explorers.state import ROOM, SCALE, USED
+
+    scale, amax = made_up_run()
+    draw = explorers.explore_state(scale, amax, gradients="E4M3").draw
+    said = draw(SCALE, "grad_output", "0.qkv", 0)[1]
+    assert "scale in use 1," in said, "the first step has no history"
+    said = draw(SCALE, "grad_output", "0.qkv", 5)[1]
+    assert f"scale in use {scale['grad_output', '0.qkv'][4]:.3g}," in said, "the scale that the step before left"
+    # Gradients of 1e-5 are below half of E4M3's smallest number (2^-10) while the scale is 1, and fit afterwards.
+    assert "3 of 3 tensors rounded to zero" in draw(ROOM, "grad_output", "0.qkv", 0)[1]
+    assert "1 of 3 tensors rounded to zero" in draw(ROOM, "grad_output", "0.qkv", 1)[1], "amax 0 gave no scale"
+    assert "0 of 3 tensors rounded to zero" in draw(ROOM, "grad_output", "0.qkv", 2)[1]
+    wide = explorers.explore_state(scale, amax, gradients="E5M2").draw
+    lost = (amax["grad_output"].iloc[0] <= 2**-17).sum()
+    assert lost < 3, "E5M2 reaches down to half of 2^-16"
+    assert f"{lost} of 3 tensors rounded to zero" in wide(ROOM, "grad_output", "0.qkv", 0)[1]
+    used = amax["input", "0.fc1"][7] * scale["input", "0.fc1"][6] / 448
+    assert f"{100 * used:.3g} % of the range was used" in draw(USED, "input", "0.fc1", 7)[1]

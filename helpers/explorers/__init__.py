@@ -5,5 +5,13 @@ from helpers.explorers.break_even import explore_break_even
 from helpers.explorers.delayed import explore_delayed_scaling
 from helpers.explorers.memory import explore_memory
 from helpers.explorers.quantization import explore_quantization
+from helpers.explorers.state import explore_state
 
-__all__ = ["explore_break_even", "explore_delayed_scaling", "explore_format", "explore_memory", "explore_quantization"]
+__all__ = [
+    "explore_break_even",
+    "explore_delayed_scaling",
+    "explore_format",
+    "explore_memory",
+    "explore_quantization",
+    "explore_state",
+]
