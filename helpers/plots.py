@@ -87,7 +87,7 @@ def loss_curves(histories: dict[str, pd.DataFrame], title: str, levels: dict[str
 
 def bars(values: dict[str, float], unit: str, title: str, spread: dict[str, float] | None = None):
     """Horizontal bars, one a name, the value written at each; `spread` draws an error bar. Returns the figure."""
-    figure, axes = plt.subplots(figsize=(8.5, 0.9 + 0.5 * len(values)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8.5, 1.1 + 0.5 * len(values)), layout="constrained")
     names = list(values)
     errors = [spread[name] for name in names] if spread else None
     drawn = axes.barh(
@@ -101,5 +101,6 @@ def bars(values: dict[str, float], unit: str, title: str, spread: dict[str, floa
     axes.margins(x=0.15)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel=unit, title=title)
+    axes.set(xlabel=unit)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)  # from the figure's edge: the names on the left may be long
     return figure
