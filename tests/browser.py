@@ -29,9 +29,8 @@ SETTINGS = {
 class Lab:
     """A JupyterLab server on `folder`, with its settings and runtime files in `home`. Without a token: 127.0.0.1 only."""
 
-    def __init__(self, folder: Path, home: Path, theme: str = "JupyterLab Light"):
-        settings = SETTINGS | {"@jupyterlab/apputils-extension/themes": {"theme": theme}}
-        for name, content in settings.items():
+    def __init__(self, folder: Path, home: Path):
+        for name, content in SETTINGS.items():
             path = home / "settings" / f"{name}.jupyterlab-settings"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(content))
@@ -69,9 +68,9 @@ class Lab:
 class Notebook:
     """One notebook open in its own page. `complaints`: console errors, failed pages, requests that would leave the machine."""
 
-    def __init__(self, browser, lab: Lab, path: str, width: int = 1280):
+    def __init__(self, browser, lab: Lab, path: str, width: int = 1280, height: int = 1600):
         self.complaints: list[str] = []
-        self.page = browser.new_page(viewport={"width": width, "height": 900})
+        self.page = browser.new_page(viewport={"width": width, "height": height})
         self.page.set_default_timeout(1000 * MOVE_S)
         self.page.route("**/*", lambda route: self.guard(route, lab.url))
         self.page.on("websocket", lambda socket: self.check_address(socket.url, lab.url.replace("http", "ws")))
@@ -121,6 +120,9 @@ class Notebook:
     def run_all(self) -> list[dict]:
         """Runs all cells; returns them once every code cell has run and the kernel is idle, or one has failed."""
         self.command("notebook:run-all-cells")
+        return self.wait_for_run()
+
+    def wait_for_run(self) -> list[dict]:
         self.wait_for(
             """const panel = window.jupyterapp.shell.currentWidget;
             const code = panel.content.widgets.map(w => w.model).filter(m => m.type == 'code');
@@ -131,20 +133,20 @@ class Notebook:
         )
         return self.cells()
 
-    def restart(self) -> None:
-        """Restarts the kernel and clears all outputs; returns when the new kernel answers."""
-        self.page.evaluate(
-            """async () => {
-            const panel = window.jupyterapp.shell.currentWidget;
-            await panel.sessionContext.restartKernel();
-            await panel.sessionContext.session.kernel.info;
-            }"""
-        )
+    def restart_and_run_all(self) -> list[dict]:
+        """From the menu, with its question answered; the old outputs and counts are cleared first, to see the new ones."""
         self.command("notebook:clear-all-cell-outputs")
         self.wait_for(
-            "return window.jupyterapp.shell.currentWidget.content.model.toJSON().cells"
-            ".every(c => c.cell_type != 'code' || c.outputs.length == 0)"
+            "return window.jupyterapp.shell.currentWidget.content.widgets.every(w => !w.model.executionCount)"
         )
+        self.command("kernelmenu:restart-and-run-all")
+        self.page.locator(".jp-Dialog button.jp-mod-accept").click()
+        return self.wait_for_run()
+
+    def use_theme(self, name: str) -> None:
+        """ "JupyterLab Light" or "JupyterLab Dark"."""
+        self.page.evaluate("(theme) => window.jupyterapp.commands.execute('apputils:change-theme', { theme })", name)
+        self.wait_for("return document.body.dataset.jpThemeName == a", argument=name)
 
     def cell(self, id: str):
         """The cell's place in the page, scrolled to. JupyterLab only builds the cells near the visible ones."""
@@ -162,5 +164,32 @@ class Notebook:
         place.wait_for()
         return place
 
+    def write(self, id: str, source: str) -> None:
+        """Replaces a cell's text, typed into its editor, and runs it with Shift+Enter."""
+        self.cell(id).locator(".cm-content").click()
+        self.page.keyboard.press("Control+a")
+        self.page.keyboard.insert_text(source)
+        self.run(id)
+
+    def run(self, id: str) -> str:
+        """Runs one cell with Shift+Enter and returns its output as the page shows it."""
+        before = self.count(id)
+        place = self.cell(id)
+        place.locator(".cm-content").click()
+        self.page.keyboard.press("Shift+Enter")
+        self.wait_for(
+            """const m = window.jupyterapp.shell.currentWidget.content.widgets.find(w => w.model.id == a[0]).model;
+            return m.executionCount && m.executionCount != a[1] && m.executionState == 'idle'""",
+            argument=[id, before],
+        )
+        output = self.cell(id).locator(".jp-Cell-outputArea")
+        return output.inner_text() if output.count() else ""
+
+    def count(self, id: str) -> int | None:
+        find = "window.jupyterapp.shell.currentWidget.content.widgets.find(w => w.model.id == id)"
+        return self.page.evaluate(f"(id) => {find}.model.executionCount", id)
+
     def close(self) -> None:
+        """Ends the kernel, too."""
+        self.page.evaluate("async () => { await window.jupyterapp.shell.currentWidget.sessionContext.shutdown() }")
         self.page.close()

@@ -416,7 +416,9 @@ def test_two_core_and_two_folded_exercises_and_no_other_stubs(book):
     here = [e for e in EXERCISES.values() if e.notebook == book]
     assert [e.deeper for e in here] == [False, False, True, True]
     stubs = {
-        c.id for c in cells(book) if c.cell_type == "code" and re.fullmatch(r"ex-(?!.*-check$)(?!progress$|transfer$).*", c.id)
+        c.id
+        for c in cells(book)
+        if c.cell_type == "code" and re.fullmatch(r"ex-(?!.*-check$)(?!progress$|transfer$).*", c.id)
     }
     assert stubs == {cell_id(e.name) for e in here}
     assert any(c.id == "ex-progress" and f'progress("{book}")' in c.source for c in cells(book))

@@ -10,7 +10,7 @@ from helpers.emulation import DelayedScaling, ScalingState
 from helpers.explorers.frame import Choice, Explorer, Number
 from helpers.explorers.panel import INK, heading, panel, powers
 
-STEPS, FIRST_SPIKE = 64, 12
+STEPS, FIRST_SPIKE = 64, 12  # so a spike every 52 steps comes once
 FORMATS = {"E4M3": formats.E4M3, "E5M2": formats.E5M2}
 
 
@@ -78,7 +78,7 @@ def explore_delayed_scaling(length: int = 16) -> Explorer:
     return Explorer(
         draw,
         spike=Number("spikes, times the signal", 20, 1, 1000, step=0.5, log=10),
-        every=Number("a spike every … steps", 64, 2, 64),
+        every=Number("a spike every … steps", 52, 2, 52),
         drift=Number("drift, octaves a step", 0, -0.5, 0.5, step=0.05),
         noise=Number("noise, octaves", 0.2, 0, 2, step=0.1),
         length=Number("amax_history_len", length, 1, 64),
