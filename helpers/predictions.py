@@ -1,8 +1,8 @@
 """Predict, run, reveal: a guess before a measurement, kept in artifacts/predictions.json, then shown beside it.
 
-    predict("fp8_speedup", "How many times as fast …?", unit="times")    asks, with a box or with choices
-    guesses["fp8_speedup"] = 1.5                                         the same without controls
-    reveal("fp8_speedup", 0.87, "Launches set the pace …")               guess, measurement, and why they may differ
+    predict("fp8_memory", "How much does it save?", unit="%")    asks, with a box or with choices
+    guesses["fp8_memory"] = 50                                    the same without controls
+    reveal("fp8_memory", 7.1, "States stay FP32 …")              guess, measurement, and why they may differ
 
 Nobody has to answer: without a guess `reveal` shows the measurement alone. Delete the file to begin anew.
 """
@@ -27,7 +27,7 @@ class Question:
 
 
 class Guesses:
-    """Guesses by name: `guesses["fp8_speedup"] = 1.5` keeps one, `guesses["fp8_speedup"]` is it, or None."""
+    """Guesses by name: `guesses["fp8_memory"] = 50` keeps one, `guesses["fp8_memory"]` is it, or None."""
 
     def __init__(self):
         self.asked: dict[str, Question] = {}  # in this process

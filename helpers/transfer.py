@@ -17,81 +17,77 @@ class Question:
 
 QUESTIONS = (
     Question(
-        "You rebuild your language model from `te.TransformerLayer`. It trains without an error, but its loss stops where a model "
-        "would stop that sees one token at a time. What do you look at first?",
+        "A language model rebuilt from `te.TransformerLayer` trains without an error, but its loss stops where a model would that sees "
+        "one token at a time. What do you look at first?",
         ("the learning rate", "the FP8 scales", "the layout of the input", "the dropout"),
         "c",
-        "By default TE takes (sequence, batch, width). With batch-first data attention runs across the batch, and no token sees its past. "
-        "Dropout, scales and learning rate make training worse; they do not hide the context.",
+        "TE takes (sequence, batch, width) unless told otherwise. Batch-first data makes attention run across the batch, and no token "
+        "sees its past.",
         "03, 4",
     ),
     Question(
-        "An FP8 server pads nothing. With 64 requests at a time it never fails, with a single one it fails at seven lengths of eight. Why?",
+        "An FP8 server pads nothing. With 64 requests at a time it never fails, with one it fails at seven lengths of eight. Why?",
         (
-            "a single request has too few numbers for a good amax",
+            "one request gives a poor amax",
             "batch times length has to be a multiple of 8",
             "the length has to be a multiple of 8",
             "one request leaves the GPU idle",
         ),
         "b",
-        "A layer sees rows = batch x length. 64 times anything is a multiple of 8; 1 times the length is one only at every eighth length.",
+        "A layer sees rows = batch x length. 64 times anything is a multiple of 8.",
         "05, 3",
     ),
     Question(
-        "A colleague multiplies the loss by 1024 before backward, to make FP8 gradients more exact. Each gradient tensor is scaled "
-        "from its own amax anyway. What changes, once training is under way?",
+        "A colleague multiplies the loss by 1024 to make FP8 gradients more exact. Each is scaled from its amax anyway. "
+        "What changes, once training is under way?",
         (
-            "the gradients become more exact",
+            "gradients become more exact",
             "large gradients are cut off",
             "next to nothing",
-            "fewer gradients round to zero",
+            "fewer gradients become zero",
         ),
         "c",
-        "The amaxes grow by 1024, so the scales shrink by 1024, and the same bits are stored. A scale buys range, not precision, and the "
-        "range was chosen already. Only the first step, when the scales are 1, would notice.",
-        "01, 5; 05, 7",
+        "Amaxes grow by 1024, scales shrink by 1024, and the same bits are stored. A scale buys range, not precision.",
+        "01, 5",
     ),
     Question(
-        "Your FP8 step takes longer than the BF16 one, and the profiler says that the GPU works a third of the time. What helps?",
+        "Your FP8 step takes longer than the BF16 one, and the GPU works a third of the time. What helps?",
         (
             "a shorter amax history",
             "E4M3 for gradients, too",
             "weights stored in FP8",
-            "more work for each launch, or fewer launches",
+            "more work a launch, or fewer launches",
         ),
         "d",
-        "The GPU waits for launches, and a faster GEMM only lengthens the wait. Larger matrices, or CUDA graphs, which launch a whole step "
-        "at once, remove it. Then FP8 can pay.",
+        "A faster GEMM only lengthens the wait. Larger matrices, or CUDA graphs, shorten it.",
         "04, 6 and 7",
     ),
     Question(
         "A report: BF16, then FP8, five steps each, from the first step on; FP8 is 1.9 times as fast. What do you conclude?",
         (
-            "FP8 is about 1.9 times as fast",
-            "nothing: BF16 went first and paid for the start",
-            "FP8 is faster, by an unknown factor",
-            "BF16 was measured too generously",
+            "FP8 is 1.9 times as fast",
+            "nothing: BF16 paid for the start",
+            "FP8 is faster, by some factor",
+            "BF16 is faster",
         ),
         "b",
-        "The first steps request memory, load kernels and create Adam's states, and what runs first also pays for what the second can "
-        "use again. Even who is faster is open. Warm up, take turns, give medians with an interval.",
+        "What runs first pays for memory and kernels that both use. Even who is faster is open.",
         "04, 5",
     ),
     Question(
-        "You go from 1,000 to 1,000,000 tokens a batch. The loss is still the mean over tokens. What happens in the first step under HYBRID?",
+        "You go from 1,000 to 1,000,000 tokens a batch; the loss is still their mean. What happens in the first step under HYBRID?",
         (
             "more gradients round to zero than before",
-            "the same as before: the scale takes care of it",
-            "gradients overflow, since there are more of them",
-            "nothing, E5M2 reaches low enough for any gradient",
+            "the same: the scale takes care of it",
+            "gradients overflow",
+            "nothing: E5M2 reaches low enough",
         ),
         "a",
-        "Each token's gradient is 1000 times, ten powers of two, smaller, and the scales are still 1: nothing takes care of it yet. "
-        "E5M2 reaches down to 2⁻¹⁶ and no further. Tensors that leave an amax have a scale from the second step on.",
+        "Each gradient is ten powers of two smaller, and the scales are still 1. E5M2 reaches down to 2⁻¹⁶ and no further.",
         "05, 7",
     ),
     Question(
-        "In FP8 with a history of 16, the training loss is worse for some 16 steps after each validation run. What is the likely cause?",
+        "FP8, a history of 16: after each validation run the training loss is worse for some 16 steps. What is the likely cause?",
         (
             "validation changes the weights",
             "dropout stays switched off",
@@ -99,38 +95,33 @@ QUESTIONS = (
             "the optimizer forgets its moments",
         ),
         "c",
-        "TE's kernels collect the amax without gradients, too. It waits in the staging row, the next training step takes it for its own, and an "
-        "outlier lowers the scale until it drops out of the history, 16 steps later. Keep the state and put it back.",
+        "TE collects amaxes without gradients, too; the next training step takes them for its own, and the history remembers an outlier.",
         "05, 5",
     ),
     Question(
-        "Seven billion parameters with AdamW in FP32 need 112 GB between two steps. Training moves from BF16 to FP8, weights and states "
-        "stay FP32. How much is that now?",
+        "Seven billion parameters with AdamW in FP32 keep 112 GB between two BF16 steps. And between two FP8 steps?",
         ("28 GB", "56 GB", "98 GB", "112 GB"),
         "d",
-        "16 bytes a parameter: weight, gradient and two moments stay as they are. FP8 copies of the weights come on top during the step; what can "
-        "shrink are activations kept for backward, which are not in this sum.",
-        "03, 5; 04, 6",
+        "Weight, gradient and two moments stay FP32, 16 bytes a parameter. Only activations kept for backward can shrink.",
+        "03, 5",
     ),
     Question(
-        "Decoding: 16 tokens at a time are multiplied with a weight of 8192 x 8192, which is cast to FP8 in every call. Does FP8 pay?",
+        "Decoding: 16 tokens at a time meet a weight of 8192 x 8192, which is cast to FP8 in every call. Does FP8 pay?",
         (
             "yes: the matrix is large",
-            "no: the cast of the weight is shared by 16 rows only",
-            "yes: the sums over 8192 are long",
+            "no: only 16 rows share the cast of the weight",
+            "yes: the sums are long",
             "no: 8192 is not a multiple of 16",
         ),
         "b",
-        "Casts for each operation are (1/m + 1/n) / 2, and m is 16: the weight's 67 million casts serve few products. The length of the sums cancels. "
-        "Keep the weight in FP8, and the cast is gone.",
-        "01, 6; 05, 8",
+        "Casts an operation are (1/m + 1/n) / 2, and m is 16. The length of the sums cancels. Keep the weight in FP8.",
+        "01, 6",
     ),
     Question(
-        "Numbers spread evenly between -1 and 1, one scale for all: which format stores them with the smaller error, INT8 or E4M3?",
-        ("INT8", "E4M3", "both alike", "E4M3, if the scale is larger"),
+        "Numbers spread evenly between -1 and 1, each format with its best scale: which has the smaller error?",
+        ("INT8", "E4M3", "both the same", "it depends on the scale"),
         "a",
-        "Evenly spread numbers suit evenly spaced ones: INT8 has 127 steps up to its largest number, E4M3 has 8 in an octave. E4M3's strength "
-        "is range: outliers, and magnitudes over many octaves, such as activations and gradients.",
+        "INT8 spends 127 steps on each side evenly, E4M3 has 8 in each octave. Its strength is range.",
         "01, 5",
     ),
 )
