@@ -139,7 +139,7 @@ class Notebook:
         self.wait_for(
             "return window.jupyterapp.shell.currentWidget.content.widgets.every(w => !w.model.executionCount)"
         )
-        self.command("kernelmenu:restart-and-run-all")
+        self.command("notebook:restart-run-all")
         self.page.locator(".jp-Dialog button.jp-mod-accept").click()
         return self.wait_for_run()
 
