@@ -23,6 +23,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
@@ -109,6 +110,15 @@ class ScalingState:
         self.amax_history = torch.cat([self.amax_history, padding])[:length].clone()
 
 
+def reduce_amaxes(states: list[ScalingState], group: "dist.ProcessGroup | None") -> None:
+    """Makes the ranks of `group` (None: all) agree on the amaxes staged in `states`, in one collective. Alone: nothing."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        staged = torch.cat([state.amax_history[0] for state in states])
+        dist.all_reduce(staged, dist.ReduceOp.MAX, group)
+        for state, amax in zip(states, staged.split([len(state.scale) for state in states]), strict=True):
+            state.amax_history[0] = amax
+
+
 _regions: list["autocast"] = []  # the autocast regions we are in, outermost first
 
 
@@ -117,6 +127,7 @@ class autocast:
 
     `generator` draws the stochastic rounding of NVFP4's gradients; it must live on their device. Leaving the outermost
     region while grad is enabled updates delayed scaling's forward scales; its backward scales follow each backward.
+    In a job of several ranks those of `amax_reduction_group` (None: all) agree on each amax first, as in TE.
     `hopper_sums`: add up as a Hopper tensor core does, bit for bit, instead of in float32. For small layers.
     """
 
@@ -126,6 +137,7 @@ class autocast:
         recipe: Recipe | None = None,
         generator: Generator | None = None,
         hopper_sums: bool = False,
+        amax_reduction_group: "dist.ProcessGroup | None" = None,
     ):
         recipe = DelayedScaling() if recipe is None else recipe
         if not isinstance(recipe, Recipe):
@@ -142,15 +154,18 @@ class autocast:
                 f"got hopper_sums=True with {type(recipe).__name__}, which Hopper GPUs do not have; leave it out"
             )
         self.enabled, self.recipe, self.generator, self.hopper_sums = enabled, recipe, generator, hopper_sums
+        self.amax_reduction_group = amax_reduction_group
 
     def __enter__(self):
         self.to_update: dict[ScalingState, DelayedScaling] = {}
         _regions.append(self)
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, error, *_):
         _regions.pop()
-        if self.enabled and torch.is_grad_enabled():
+        # Not after an error: the other ranks may never come here.
+        if self.enabled and torch.is_grad_enabled() and self.to_update and error is None:
+            reduce_amaxes(list(self.to_update), self.amax_reduction_group)
             for state, recipe in self.to_update.items():  # layers list themselves in the outermost region only
                 state.update(recipe, recipe.number_format("input").max)
 
@@ -200,6 +215,7 @@ class Quantizer:
     dtype: torch.dtype
     training: bool  # grad was enabled in forward: record amaxes, prepare operands for backward
     hopper_sums: bool
+    amax_reduction_group: "dist.ProcessGroup | None"
 
     def split(self, forward: bool) -> bool | None:
         """How `multiply` adds up: TE accumulates fast in a per-tensor recipe's forward GEMM, split everywhere else."""
@@ -276,9 +292,9 @@ class QuantizedLinear(torch.autograd.Function):
         dw = multiply(grad_col.t(), x, split, quantizer.dtype) if needs_dw else None
         db = grad_output.float().sum(0).to(quantizer.dtype) if needs_db else None  # of the unquantized gradient
         if isinstance(quantizer.recipe, DelayedScaling):
-            quantizer.layer.fp8_meta["scaling_bwd"].update(
-                quantizer.recipe, quantizer.recipe.number_format("grad_output").max
-            )
+            state = quantizer.layer.fp8_meta["scaling_bwd"]
+            reduce_amaxes([state], quantizer.amax_reduction_group)
+            state.update(quantizer.recipe, quantizer.recipe.number_format("grad_output").max)
         return dx, dw, db, None
 
 
@@ -313,7 +329,9 @@ class EmulatedLinear(nn.Linear):
         if isinstance(recipe, DelayedScaling):
             self._prepare_state(recipe, x.device)
             _regions[0].to_update[self.fp8_meta["scaling_fwd"]] = recipe
-        quantizer = Quantizer(self, recipe, region.generator, result_dtype(x), training, region.hopper_sums)
+        quantizer = Quantizer(
+            self, recipe, region.generator, result_dtype(x), training, region.hopper_sums, region.amax_reduction_group
+        )
         y = QuantizedLinear.apply(x.reshape(-1, self.in_features), self.weight, self.bias, quantizer)
         return y.view(*x.shape[:-1], self.out_features)
 
