@@ -153,6 +153,6 @@ def reveal(name: str, measured: float | str, why: str, detail: str = "") -> Reve
     if question.choices and measured not in question.choices:
         raise ValueError(f"measured={measured!r} is not among the choices of {name}: {', '.join(question.choices)}")
     guess = guesses[name]
-    if isinstance(guess, str) != isinstance(measured, str):  # kept by an older version of the notebook
-        guess = None
+    if isinstance(guess, str) != isinstance(measured, str) or (question.choices and guess not in question.choices):
+        guess = None  # kept by an older version of the notebook
     return Revealed(guess, measured, question.unit, why, detail)

@@ -483,6 +483,29 @@ def test_reader_minutes(book):
     assert stated == 5 * math.ceil(minutes / 5)
 
 
+def test_workshop_md_lists_every_exercise_under_an_outcome_that_it_states():
+    text = (ROOT / "WORKSHOP.md").read_text(encoding="utf-8")
+    outcomes = set(re.findall(r"^- \*\*(\d\.\d)\*\* \w", text, re.MULTILINE))
+    rows = re.findall(r"^\| (\d\d) \| `(\w+)` \| (core|deeper) \| (\d\.\d) \| .+ \|$", text, re.MULTILINE)
+    assert rows == [(e.notebook, e.name, "deeper" if e.deeper else "core", e.outcome) for e in EXERCISES.values()]
+    assert {e.outcome for e in EXERCISES.values()} <= outcomes
+    assert all(e.outcome[0] == e.notebook[1] for e in EXERCISES.values())
+    named = set(re.findall(r"`(\w+)`", text.split("### 90 minutes")[1].split("## ")[0]))
+    assert named <= EXERCISES.keys()
+
+
+def test_workshop_md_gives_each_notebook_the_minutes_that_its_title_states():
+    text = (ROOT / "WORKSHOP.md").read_text(encoding="utf-8")
+    half_day, short = text.split("### Half a day")[1].split("### 90 minutes")
+    for book in PATHS:
+        stated = re.search(r"about (\d+) minutes", cells(book)[0].source, re.IGNORECASE)[1]
+        assert re.search(rf"^\| {stated} \| {book} ", half_day, re.MULTILINE), book
+    minutes = [
+        sum(map(int, re.findall(r"^\| (\d+) \|", part, re.MULTILINE))) for part in (half_day, short.split("## ")[0])
+    ]
+    assert minutes == [240, 90]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("book", PATHS)
 def test_a_notebook_with_all_answers_filled_in_runs_and_all_are_correct(book, own_tree):

@@ -124,6 +124,7 @@ def test_controls_keep_what_is_chosen_or_typed(tree):
     assert said[2][0].startswith("Not kept: that is no number")
     assert said[4:7] == [[None, ""], ["Kept. Now run on.", "b"], ["b", "Your guess from before. You can change it."]]
     assert said[7][0] is None
+    assert "No guess was made." in said[7][1]
     assert said[8] == [None, ["a", "b", "c", "d"], ""]
     assert "✔ c) is right." in said[9]
     assert "✘ Not a) but c) the layout of the input." in said[10]
