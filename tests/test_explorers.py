@@ -1,9 +1,11 @@
 """Each explorer's figure over its controls' range, and its controls moved as a reader moves them."""
 
 import itertools
+import os
 import random
 import subprocess
 import sys
+from functools import partial
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -171,6 +173,23 @@ print([sorted(data) for data in sent], sent[0]["text/plain"])
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.startswith("[['text/plain'], ['image/png', 'text/plain'], ['text/plain']]")
     assert "ipywidgets" in ran.stdout
+
+
+@pytest.mark.slow
+def test_with_ipywidgets_7(tmp_path):
+    """Colab's version: the tests of this file that move controls, in a process that finds it first."""
+    old = ["ipywidgets==7.7.1", "ipython_genutils==0.2.0"]
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), *old]
+    installed = subprocess.run(install, capture_output=True, text=True)
+    if installed.returncode:
+        pytest.skip(f"ipywidgets 7 cannot be installed here: {installed.stderr.strip().splitlines()[-1]}")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    run = partial(subprocess.run, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    found = run([sys.executable, "-c", "import ipywidgets; print(ipywidgets.__version__)"])
+    assert found.stdout.strip() == "7.7.1", found.stderr
+    chosen = ["-k", "moving or typed_equivalent or raises", __file__]
+    ran = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen])
+    assert ran.returncode == 0, ran.stdout[-3000:]
 
 
 # ------------------------------------------------------------------------------------------------ number formats
