@@ -60,7 +60,7 @@ def compare(
     """Raises Wrong at the first case, a tuple of arguments, in which `answer` gives something else than `expected`.
 
     `mistakes` maps a message to a function that makes that mistake; the first one that gives all the answer's values is
-    named. `tolerance` is relative. Every call gets copies of its arguments.
+    named, else the only one that gives the wrong value of that case. `tolerance` is relative. Every call gets copies of its arguments.
     """
     given, wrong, failed, changed = [], None, None, False
     for arguments in cases:
@@ -74,7 +74,7 @@ def compare(
         given.append((arguments, yours))
         right = expected(*copy.deepcopy(arguments))
         if wrong is None and not same(yours, right, tolerance):
-            wrong = (case, yours, right)
+            wrong = (len(given) - 1, case, yours, right)
             changed = any(
                 isinstance(x, torch.Tensor) and not same(x, y, 0.0) for x, y in zip(mine, arguments, strict=True)
             )
@@ -82,14 +82,21 @@ def compare(
         if failed:
             raise failed
         return
-    case, yours, right = wrong
-    named = [
-        message
-        for message, mistake in (mistakes or {}).items()
-        if all(same(value, outcome(mistake, arguments), tolerance) for arguments, value in given)
-    ]
-    if named:
-        message = named[0]
+    number, case, yours, right = wrong
+
+    def explain(values):
+        """The mistakes that give these values."""
+        return [
+            message
+            for message, mistake in (mistakes or {}).items()
+            if all(same(value, outcome(mistake, arguments), tolerance) for arguments, value in values)
+        ]
+
+    wholly, here = explain(given), explain([given[number]])
+    if wholly:
+        message = wholly[0]
+    elif len(here) == 1:  # another mistake hides behind it
+        message = here[0]
     elif changed:
         message = "it changes what it is given, in place; work on a copy, such as x.clone()"
     else:

@@ -31,6 +31,7 @@ class Guesses:
 
     def __init__(self):
         self.asked: dict[str, Question] = {}  # in this process
+        self.measured: dict[str, tuple[float | str, str, str]] = {}  # what `reveal` was given, in this process
 
     def __setitem__(self, name: str, guess: float | str) -> None:
         """Raises ValueError for a name that was not asked for, a choice that does not exist, and what is no number."""
@@ -76,8 +77,8 @@ def predict(name: str, question: str, choices: Sequence[str] = (), unit: str = "
 
 
 def controls(w, name: str, asked: Question):
-    """A row of choices or a box, and a line that says what was kept."""
-    said, before = w.Label(), guesses[name]
+    """A row of choices or a box, and a line that says what was kept. It also reveals what has been measured already."""
+    said, before = w.HTML(), guesses[name]
     wide = w.Layout(width="max-content", max_width="100%")
     if asked.choices:
         before = before if before in asked.choices else None
@@ -93,9 +94,10 @@ def controls(w, name: str, asked: Question):
     def answered(change):
         try:
             guesses[name] = change["new"]
-            said.value = "Kept. Now run on."
+            known = guesses.measured.get(name)
+            said.value = reveal(name, *known)._repr_html_() if known else "Kept. Now run on."
         except (ValueError, OSError) as error:
-            said.value = f"Not kept: {error}"
+            said.value = escape(f"Not kept: {error}", quote=False)
 
     asks.observe(answered, "value")
     return w.VBox([asks, said])
@@ -152,6 +154,7 @@ def reveal(name: str, measured: float | str, why: str, detail: str = "") -> Reve
     question = guesses.asked.get(name) or Question("", (), "")
     if question.choices and measured not in question.choices:
         raise ValueError(f"measured={measured!r} is not among the choices of {name}: {', '.join(question.choices)}")
+    guesses.measured[name] = measured, why, detail
     guess = guesses[name]
     if isinstance(guess, str) != isinstance(measured, str) or (question.choices and guess not in question.choices):
         guess = None  # kept by an older version of the notebook

@@ -93,20 +93,24 @@ CONTROLS = """
 import ipywidgets as w
 def inside(box, kind): return next(c for c in box.children if isinstance(c, kind))
 box = predict("lost", "How many?", unit="%")
-text, line = inside(box, w.Text), inside(box, w.Label)
+text, line = inside(box, w.Text), inside(box, w.HTML)
 say([text.value, line.value, text.continuous_update])
 for typed in ("12.5", "many", ""):
     text.value = typed
     say([line.value, guesses["lost"]])
 box = predict("which", "Which?", ("a", "b"))
-radio, line = inside(box, w.RadioButtons), inside(box, w.Label)
+radio, line = inside(box, w.RadioButtons), inside(box, w.HTML)
 say([radio.value, line.value])
 radio.value = "b"
 say([line.value, guesses["which"]])
 again = predict("which", "Which?", ("a", "b"))
-say([inside(again, w.RadioButtons).value, inside(again, w.Label).value])
+say([inside(again, w.RadioButtons).value, inside(again, w.HTML).value])
 other = predict("which", "Which, in a newer edition?", ("c", "d"))  # the old guess is no choice any more
 say([inside(other, w.RadioButtons).value, repr(reveal("which", "c", "Because."))])
+box = predict("late", "How many?")
+reveal("late", 4.0, "Because.", "On an H200.")  # all cells have run; now somebody answers
+inside(box, w.Text).value = "2"
+say(inside(box, w.HTML).value)
 from helpers.transfer import buttons
 row = buttons(w, 1)
 letters, explained = row.children
@@ -125,9 +129,11 @@ def test_controls_keep_what_is_chosen_or_typed(tree):
     assert said[4:7] == [[None, ""], ["Kept. Now run on.", "b"], ["b", "Your guess from before. You can change it."]]
     assert said[7][0] is None
     assert "No guess was made." in said[7][1]
-    assert said[8] == [None, ["a", "b", "c", "d"], ""]
-    assert "✔ c) is right." in said[9]
-    assert "✘ Not a) but c) the layout of the input." in said[10]
+    for text in ("<b>2</b>", "<b>4</b>", "2 times your guess", "Because.", "On an H200."):
+        assert text in said[8]
+    assert said[9] == [None, ["a", "b", "c", "d"], ""]
+    assert "✔ c) is right." in said[10]
+    assert "✘ Not a) but c) the layout of the input." in said[11]
 
 
 # ------------------------------------------------------------------------------------------------ the ten questions

@@ -27,6 +27,11 @@ def no_sign(code):
     return 2.0**-6 * m / 8 if e == 0 else 2.0 ** (e - 7) * (1 + m / 8)
 
 
+def no_sign_and_no_subnormals(code):
+    _, e, m = fields(code)
+    return 2.0 ** (e - 7) * (1 + m / 8)
+
+
 def no_leading_one(code):
     s, e, m = fields(code)
     return (-1) ** s * (2.0**-6 * m / 8 if e == 0 else 2.0 ** (e - 7) * m / 8)
@@ -287,7 +292,7 @@ WRONG = {
         (lambda x, top: top / x.abs().amax(1), "shape"),
     ],
     "break_even_size": [
-        (lambda bf16, fp8, cast: cast / (1 / bf16 - 1 / fp8) if bf16 != fp8 else 0.0, "not the expected one"),
+        (lambda bf16, fp8, cast: cast / (1 / bf16 - 1 / fp8) if bf16 != fp8 else 0.0, "never pays"),
         (lambda bf16, fp8, cast: math.inf if fp8 <= bf16 else 0.5 * cast / (1 / bf16 - 1 / fp8), "two operands"),
         (lambda bf16, fp8, cast: math.inf if fp8 <= bf16 else 2 * cast / (1 / bf16 - 1 / fp8), "2 n³ operations"),
         (lambda bf16, fp8, cast: math.inf if fp8 <= bf16 else cast * (fp8 - bf16), "*divided* by the rate"),
@@ -392,7 +397,7 @@ WRONG = {
         (lambda logits, lengths: logits[range(len(logits)), lengths - 1], "these are the logits"),
         (
             lambda logits, lengths: logits[range(len(logits)), lengths.clamp(max=logits.shape[1] - 1)].argmax(-1),
-            "not the expected",
+            "positions count from 0",
         ),
         (lambda logits, lengths: logits[:, lengths - 1].argmax(-1), "the shape"),
     ],
