@@ -98,7 +98,8 @@ def test_an_error_of_torch_is_not_taken_for_a_blank():
     assert "NotImplementedError" in verdict.wrong.message
 
 
-def test_the_verdict_names_the_line_that_failed_and_shows_no_traceback():
+def test_the_verdict_names_the_line_that_failed_and_shows_no_traceback(tmp_path, monkeypatch):
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))  # the shell keeps a history
     shell = InteractiveShell()
     code = "def decode_byte(code):\n    exponent = code >> 3\n    return code / (exponent - exponent)\n"
     shell.run_cell(code)
