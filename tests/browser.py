@@ -15,7 +15,7 @@ from pathlib import Path
 from tornado.netutil import bind_sockets
 
 CHROMIUM = shutil.which("chromium")
-START_S, RUN_S, MOVE_S = 60, 300, 20
+START_S, RUN_S, MOVE_S = 120, 900, 60  # limits, for a machine with much else to do
 # Chromium resolves no name but this machine's, so a request that slips past the check below fails, too.
 CHROMIUM_OPTIONS = ("--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
 # The picture of a notebook's Colab badge: all that a page asks the network for. It is answered here, so nothing is sent.

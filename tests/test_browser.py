@@ -54,6 +54,20 @@ def lab(chromium, tree, tmp_path_factory):
     server.stop()
 
 
+@pytest.fixture
+def open_notebook(chromium, lab):
+    """Opens a notebook by name; its kernel ends with the test, however that goes."""
+    opened = []
+
+    def open_one(name: str) -> browser.Notebook:
+        opened.append(browser.Notebook(chromium, lab, f"notebooks/{name}.ipynb"))
+        return opened[-1]
+
+    yield open_one
+    for notebook in opened:
+        notebook.close()
+
+
 def errors(cells: list[dict]) -> list[str]:
     outputs = [(cell["id"], output) for cell in cells for output in cell.get("outputs", [])]
     return [f"{id}: {o['ename']}: {o['evalue']}" for id, o in outputs if o["output_type"] == "error"]
@@ -135,10 +149,10 @@ class Controls:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS, ids=NAMES)
-def test_a_notebook_runs_in_the_browser(path, chromium, lab):
+def test_a_notebook_runs_in_the_browser(path, open_notebook):
     """It opens and runs from top to bottom; pictures carry alt text; explorers answer to keyboard, mouse and typing."""
     name = run_notebooks.name_of(path)
-    notebook = browser.Notebook(chromium, lab, f"notebooks/{name}.ipynb")
+    notebook = open_notebook(name)
     cells = notebook.run_all()
     assert errors(cells) == []
     alts = pictures(cells)
@@ -158,7 +172,6 @@ def test_a_notebook_runs_in_the_browser(path, chromium, lab):
     shoot(notebook, f"{name}/moved", explorers, "Light")
     shoot(notebook, f"{name}/moved", explorers, "Dark")
     assert notebook.complaints == []
-    notebook.close()
 
 
 def last_line(cell) -> str:
@@ -177,8 +190,8 @@ def test_every_explorer_is_driven():
 
 
 @pytest.mark.slow
-def test_an_exercise_is_answered_wrong_and_then_right(chromium, lab):
-    notebook = browser.Notebook(chromium, lab, "notebooks/01_hardware_detection.ipynb")
+def test_an_exercise_is_answered_wrong_and_then_right(open_notebook):
+    notebook = open_notebook("01_hardware_detection")
     assert errors(notebook.run_all()) == []
     assert "not attempted" in notebook.run("ex-decode-byte-check")
     notebook.write("ex-decode-byte", WRONG_BYTE)
@@ -191,13 +204,12 @@ def test_an_exercise_is_answered_wrong_and_then_right(chromium, lab):
     assert "correct" in notebook.run("ex-decode-byte-check")
     shoot(notebook, "exercise", ["ex-decode-byte", "ex-progress"], "Dark")
     assert notebook.complaints == []
-    notebook.close()
 
 
 @pytest.mark.slow
-def test_restart_and_run_all(chromium, lab):
+def test_restart_and_run_all(open_notebook):
     """With explorers moved before: nothing of the old kernel is missed by the new one."""
-    notebook = browser.Notebook(chromium, lab, "notebooks/02_fused_module_tour.ipynb")
+    notebook = open_notebook("02_fused_module_tour")
     assert errors(notebook.run_all()) == []
     Controls(notebook, "history-figure").by_keyboard(0)
     cells = notebook.restart_and_run_all()
@@ -206,4 +218,3 @@ def test_restart_and_run_all(chromium, lab):
     assert counts == list(range(1, len(counts) + 1)), "a new kernel counts from 1"
     Controls(notebook, "history-figure").by_keyboard(0)
     assert notebook.complaints == []
-    notebook.close()
