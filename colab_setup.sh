@@ -69,6 +69,8 @@ if spec and spec.origin:
         pass
 core = "transformer_engine_cu" + cuda.split(".")[0]
 whole = {"transformer_engine", "transformer_engine_torch", core} == set(te) and len(set(te.values())) == 1
+if whole:  # older ones lack what the notebooks use
+    whole = [int(n) for n in te["transformer_engine"].split(".")[:2]] >= [2, 9]
 roots = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
 if spec and spec.origin:
     roots.add(os.path.dirname(os.path.dirname(spec.origin)))

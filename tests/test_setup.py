@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,9 +110,7 @@ def test_without_network_one_line_and_the_next_try_works(checkout):
     assert ran.returncode == 3  # the command's own exit status
     assert ran.stdout.splitlines()[-1] == "run ['--notebook', '03']"
     assert checkout.version() == "jupyterlab-1.0.dist-info"  # the constraint, not the newest
-    began = time.monotonic()
     ran = checkout("run", wheels=False)
-    assert time.monotonic() - began < 3
     assert ran.stdout == "run []\n"  # nothing to install, nothing to say
 
 
@@ -315,11 +312,9 @@ class Machine:
 
 
 @needs_bash
-def test_outside_colab_it_does_nothing_and_is_quick(tmp_path):
+def test_outside_colab_it_does_nothing(tmp_path):
     machine = Machine(tmp_path)
-    began = time.monotonic()
     ran = machine()
-    assert time.monotonic() - began < 1
     assert (ran.returncode, ran.stdout) == (
         0,
         "Not in Colab: nothing to do. On a CUDA machine of your own: bash colab_setup.sh --force\n",
@@ -376,6 +371,17 @@ def test_dry_run_prints_the_plan_and_changes_nothing(tmp_path, machine, says):
 
 
 @needs_bash
+@pytest.mark.parametrize(("version", "says"), [("2.8.0", "will be installed"), ("2.9.0", "is installed (")])
+def test_a_te_that_is_too_old_is_replaced_and_a_newer_one_is_kept(tmp_path, version, says):
+    machine = Machine(tmp_path)
+    for name in ("transformer_engine", "transformer_engine_torch", "transformer_engine_cu13"):
+        machine.add(name, version, {})
+    ran = machine("--dry-run")
+    assert says in ran.stdout
+    assert ("leftovers are removed first" in ran.stdout) == (version == "2.8.0")
+
+
+@needs_bash
 def test_te_is_installed_once_for_this_torch_and_nothing_else_changes(tmp_path):
     machine = Machine(tmp_path)
     machine.add("transformer_engine_cu12", "1.0", {})  # a leftover
@@ -399,9 +405,7 @@ def test_te_is_installed_once_for_this_torch_and_nothing_else_changes(tmp_path):
     assert {"torch==2.99.0", "numpy==1.0", "ipywidgets==1.0"} <= set(constraints)
     assert not any(line.startswith("transformer_engine") for line in constraints)
     for options in ((), ("--force",)):
-        began = time.monotonic()
         again = machine(*options, COLAB_RELEASE_TAG="release-colab")
-        assert time.monotonic() - began < 1
         assert (again.returncode, again.stdout) == (0, ran.stdout.splitlines(True)[-1])
     assert len(machine.calls()) == 4
 
